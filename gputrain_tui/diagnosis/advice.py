@@ -8,6 +8,7 @@ CAUSE_NAMES = {
     "forward": "its forward pass",
     "backward": "its backward pass",
     "optimizer": "its optimizer step",
+    "other": "the script's own code outside of forward, backward and optimizer",
     "garbage_collection": "Python's garbage collection",
     "cpu_steal": "CPU time that other virtual machines take on its host",
     "core_wait": "waiting for a free core",
@@ -36,6 +37,8 @@ ADVICE = {
     "backward": "compare its device, its input sizes and other processes there with those of the other ranks; "
     "hooks that only this rank runs are a common cause",
     "optimizer": "look for work that only this rank does after a step: logging, saving, clipping",
+    "other": "look for work that only this rank does there: reading data without a DataLoader, logging, metrics, "
+    "saving; in the console (gputrain attach), K on the rank's page shows where",
     "garbage_collection": "collect on all ranks at the same step (gc.disable, then gc.collect every few hundred "
     "steps) and call gc.freeze before training",
     "cpu_steal": "the host is overcommitted: move this node to another host, or ask for dedicated cores",
@@ -54,6 +57,9 @@ ADVICE = {
     "ranks wait for data before every step",
     "outside_torch": "in the console (gputrain attach), K on a rank's page shows where; metrics, "
     "logging, saving and .item() in every step are common causes: do them every few steps",
+    "outside_torch_data": "the data of this script comes from no DataLoader, so reading it counts there: a DataLoader "
+    "with num_workers reads ahead; otherwise metrics, logging, saving and .item() in every step are common causes. In "
+    "the console (gputrain attach), K on a rank's page shows where",
     "communication_bound": "synchronise less often (update_freq), use larger buckets (bucket_cap_mb), send bf16 "
     "gradients (ddp_comm_hook = bf16), and check that the fastest network interface is used",
     "communication_bound_groups": "synchronise less often (gradient accumulation), send bf16 (MixedPrecisionPolicy), "

@@ -57,6 +57,7 @@ def outside_torch(state: RunState, timeline: Timeline) -> list[Symptom]:
         return []
     share = median(shares)
     others = [(each.share("data"), each.compute_share, each.share("optimizer"), each.share("sync")) for each in sums]
+    reads = all(view.last is not None and view.last.data_ms is None for view in state.ranks.values())
     largest = max(median([part or 0.0 for part in column]) for column in zip(*others, strict=True))
     return [
         Symptom(
@@ -65,13 +66,14 @@ def outside_torch(state: RunState, timeline: Timeline) -> list[Symptom]:
             threshold=max(limit.MIN_DATA_SHARE, largest),
             cause="other",
             step=state.step,
-            message=f"{percent(share)} of a step is the script's own code between optimizer and data",
+            message=f"{percent(share)} of a step is the script's own code between "
+            + ("optimizer, forward and backward" if reads else "optimizer and data"),
             evidence={
                 "other_share": share,
                 "other_ms": median([each.mean_phase_ms("other") or 0.0 for each in sums]),
                 "step_ms": median([each.mean_step_ms or 0.0 for each in sums]),
             },
-            advice=ADVICE["outside_torch"],
+            advice=ADVICE["outside_torch_data" if reads else "outside_torch"],
         )
     ]
 

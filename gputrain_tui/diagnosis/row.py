@@ -46,7 +46,7 @@ class StepPhases(NamedTuple):
     """``exposed`` without the wait for a core at its end."""
     step: float
     """Duration of the whole step by the clock."""
-    samples: float
+    samples: float | None
     tokens: float | None
     """Tokens that this rank read in the step; None where the task counts none."""
 

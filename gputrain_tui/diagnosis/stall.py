@@ -252,7 +252,7 @@ def _idle_symptoms(views: Sequence[RankView], activity: RankActivity, now: float
     if shortest_s < threshold_s / 2 or len(active) > len(views) / 2:
         return []
     outlier = active[0] if len(active) == 1 else None if active else _sleeping_outlier(views)
-    return [_common_symptom(views, outlier, shortest_s, threshold_s)]
+    return [_common_symptom(views, outlier, shortest_s, threshold_s, idle=len(idle))]
 
 
 def _whole_s(seconds: float) -> int:
@@ -292,13 +292,20 @@ def _left_symptom(view: RankView, silence_s: float, threshold_s: float, ahead: i
 
 
 def _common_symptom(
-    views: Sequence[RankView], outlier: RankView | None, silence_s: float, threshold_s: float
+    views: Sequence[RankView], outlier: RankView | None, silence_s: float, threshold_s: float, *, idle: int = 0
 ) -> Symptom:
-    """Return the stall of all ranks, attributed to the outlier if there is one."""
+    """Return the stall of all ranks, attributed to the outlier if there is one.
+
+    ``idle``: number of ranks whose processes have done nothing for so long, if that is why they are stalled.
+    """
     step = min(view.step for view in views)
     after = f", after step {step}" if step else ""
     stage = views[0].stage
-    if any(view.stage != stage for view in views) or stage in ("training", "first_step"):
+    if idle and not step and all(view.stage == "first_step" for view in views):
+        # Steps of a script may not be seen: what is known is that its processes do nothing.
+        who = "every rank has" if idle == len(views) else f"{idle} of {len(views)} ranks have"
+        message = f"no step was seen, and {who} done nothing for more than {_whole_s(silence_s)} s"
+    elif any(view.stage != stage for view in views) or stage in ("training", "first_step"):
         message = f"no rank has done a step for more than {_whole_s(silence_s)} s{after}"
     else:
         message = f"every rank {STAGE_TEXT[stage]} for more than {_whole_s(silence_s)} s{after}"

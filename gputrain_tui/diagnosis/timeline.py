@@ -250,7 +250,7 @@ def _step_phases(event: Step) -> tuple[StepPhases | None, float]:
             wire = max(0.0, exposed - waits.get("sync", 0.0))
     own = data + h2d + forward + backward + optimizer + other
     gc = event.gc_ms or 0.0
-    samples = event.samples / event.steps
+    samples = None if event.samples is None else event.samples / event.steps
     tokens = None if event.tokens is None else event.tokens / event.steps
     return StepPhases(
         data, h2d, forward, backward, optimizer, other, own, core_wait, core_wait_before, gc, exposed, wire, step_ms,

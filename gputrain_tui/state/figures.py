@@ -17,12 +17,20 @@ class Throughput:
 
     stepping_s: float = 0.0
     """Mean over the ranks of the duration of the steps that the rates are over, seconds."""
+    steps_per_s: float | None = None
+    """Of one rank, as all step together."""
     samples_per_s: float | None = None
+    """Over the ranks that count samples."""
     tokens_per_s: float | None = None
     """None where a rank counts none."""
     mfu: float | None = None
     """Model FLOPs utilization: share of the GPUs' peak that the model's operations take, 0 to 1. None where the
     operations of a rank or the peak of its GPU are not known."""
+
+    @property
+    def rate(self) -> tuple[float | None, str]:
+        """The rate and its unit: samples a second, or steps where no rank counts samples."""
+        return (self.steps_per_s, "steps/s") if self.samples_per_s is None else (self.samples_per_s, "samples/s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +140,15 @@ def run_figures(views: Iterable[RankView]) -> RunFigures:
 
 
 def samples_per_s(all_sums: Iterable[Totals]) -> float | None:
-    """Return the samples of all ranks per second of stepping, from the sums of each; None where none was timed."""
+    """Return the samples of all ranks per second of stepping, from the sums of each; None where none is known."""
     rates = [rate for sums in all_sums if (rate := sums.samples_per_s) is not None]
     return sum(rates) if rates else None
+
+
+def steps_per_s(all_sums: Iterable[Totals]) -> float | None:
+    """Return the steps of a rank per second of stepping, the mean over the ranks; None where none was timed."""
+    rates = [rate for sums in all_sums if (rate := sums.steps_per_s) is not None]
+    return sum(rates) / len(rates) if rates else None
 
 
 def mean_share(all_sums: Iterable[Totals], *phases: Phase) -> float | None:
@@ -156,6 +170,7 @@ def _throughput(ranks: Sequence[tuple[RankView, Totals]]) -> Throughput:
     used = [(view, sums.since(view.totals_at_start) if sums is view.totals else sums) for view, sums in stepping]
     return Throughput(
         stepping_s=sum(sums.step_ms for _, sums in stepping) / len(stepping) / 1e3 if stepping else 0.0,
+        steps_per_s=steps_per_s(sums for _, sums in stepping),
         samples_per_s=samples_per_s(sums for _, sums in stepping),
         tokens_per_s=sum(rate or 0.0 for rate in tokens) if tokens and None not in tokens else None,
         mfu=_utilization([(view, sums.samples_per_s) for view, sums in used]),

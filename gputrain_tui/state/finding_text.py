@@ -69,6 +69,8 @@ def finding_summary(finding: Finding) -> str:
         text = subject + WORDS.get(finding.kind, finding.kind.replace("_", " "))
         at = f" ({finding.line})" if finding.line else ""
         return f"{text}: {cause}{at}" if finding.kind == "stalled" and cause else text
+    if finding.cause == "other":
+        cause = "its own code"
     excess_ms = finding.evidence.get("excess_ms")
     slow = "slow" if excess_ms is None else f"slow +{excess_ms:.0f} ms"
     return f"{subject}{slow}" + (f": {cause}" if cause else "")
@@ -126,6 +128,12 @@ def _state(finding: Finding) -> str:
     since = f" since step {finding.step:,}" if finding.step is not None else ""
     on = f" on {ranks_text(finding.ranks or [finding.rank])}" if finding.rank is not None else ""
     return f"NaN{since}{on}"
+
+
+def named_ranks(findings: Iterable[Finding]) -> set[int]:
+    """Return the ranks that findings are about."""
+    of_each = ([*finding.ranks, finding.rank] for finding in findings)
+    return {rank for ranks in of_each for rank in ranks if rank is not None}
 
 
 def loss_is_nan(findings: Iterable[Finding]) -> bool:

@@ -294,21 +294,19 @@ def accumulating_within_no_sync(rank: int, steps: int) -> tuple[list[nn.Module],
 
 
 def lbfgs(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
-    """An optimizer that calls its closure several times in a step: the loss is the sum of all of them."""
+    """An optimizer that calls its closure several times in a step: the loss is that of the first call."""
     model = DDP(net())
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
     losses = []
     for (batch,) in loader(rank, steps):
-        losses.append(0.0)
 
         def compute(batch: Tensor = batch) -> Tensor:
             optimizer.zero_grad()
             loss = model(batch).square().mean()
             loss.backward()
-            losses[-1] += loss.item()
             return loss
 
-        optimizer.step(compute)  # type: ignore[arg-type]
+        losses.append(optimizer.step(compute).item())  # type: ignore[arg-type]
     return [model], losses
 
 

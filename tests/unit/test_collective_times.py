@@ -9,9 +9,10 @@ import torch
 
 from trainer.contract.record.collective_groups import CollectiveCall, GroupSync
 from trainer.telemetry.clocks import HostClock
-from trainer.telemetry.collectives.collective_meter import Call, StepCollectives, bytes_of
+from trainer.telemetry.collectives.collective_meter import bytes_of
 from trainer.telemetry.collectives.collective_times import collective_times
 from trainer.telemetry.collectives.group_names import NamedGroup, name_of
+from trainer.telemetry.collectives.readings import Call, StepCollectives
 from trainer.telemetry.ddp_log import SyncTimes
 from trainer.telemetry.step_events import Phase, StepReading, merge, step_event
 

@@ -1134,7 +1134,8 @@ def test_a_run_that_stands_still_names_the_lines_of_its_ranks(lines: list[str], 
         found = run.diagnose()
         if found:
             break
-    assert re.fullmatch(r"no rank has done a step for more than \d+" + text, found[0].message)
+    said = r"no step was seen, and every rank has done nothing for more than \d+"
+    assert re.fullmatch(said + text, found[0].message)
 
 
 def test_a_failure_does_not_clear_a_stall() -> None:

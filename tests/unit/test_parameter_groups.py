@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
 from trainer.engine.ema import WeightAverage
-from trainer.engine.optimizers import restore, training_optimizer
+from trainer.engine.optimizers import restore, training_optimizer, without_optimizer
 from trainer.engine.parameter_groups import parameter_groups
 from trainer.tasks.task import NoOptions, Task
 
@@ -111,6 +111,14 @@ def test_what_a_hook_may_not_return_is_refused(groups: Any, text: str) -> None:
         parameter_groups(GroupTask(groups), Model(), Training())
     assert str(refused.value).startswith("GroupTask.parameter_groups() ")
     assert "\n" not in str(refused.value)
+
+
+def test_parameters_that_the_tasks_own_optimizer_leaves_out_are_named() -> None:
+    model = Model()
+    assert without_optimizer(torch.optim.SGD(model.parameters(), 0.1), model) == ""
+    partial = torch.optim.SGD([p for name, p in model.named_parameters() if not name.startswith("norm")], 0.1)
+    text = "no group of the optimizer holds norm.weight, norm.bias: they keep their first values"
+    assert without_optimizer(partial, model) == text
 
 
 # ------------------------------------------------------------------------------------------------------------ Muon

@@ -27,8 +27,9 @@ from trainer.contract.record import (
 )
 from trainer.host.cores import core_waits
 from trainer.telemetry.clocks import CudaClock, HostClock
-from trainer.telemetry.collectives.collective_meter import Call, CollectiveMeter
+from trainer.telemetry.collectives.collective_meter import CollectiveMeter
 from trainer.telemetry.collectives.group_names import NamedGroup
+from trainer.telemetry.collectives.readings import Call
 from trainer.telemetry.comm_hook import factor
 from trainer.telemetry.ddp_log import SyncTimes, sync_times
 from trainer.telemetry.step_events import StepReading, merge, step_event

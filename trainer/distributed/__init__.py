@@ -19,10 +19,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from trainer.contract.backends import is_nccl
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Distributed
 from trainer.contract.rendezvous_url import tcp_url
-from trainer.distributed import collectives, fairseq_arguments, heartbeat, network_probe, peer_failure, rendezvous
+from trainer.distributed import (
+    collectives,
+    fairseq_arguments,
+    flight_recorder,
+    heartbeat,
+    network_probe,
+    peer_failure,
+    rendezvous,
+)
 from trainer.distributed.collectives import (
     all_gather_list as all_gather_list,
     all_reduce as all_reduce,
@@ -197,8 +206,8 @@ def join_group(
         raise RequestError("this process is in a process group already")
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
-    if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
-        raise RequestError("backend nccl needs a GPU on every rank: allowed here is gloo")
+    if is_nccl(backend) and (device.type != "cuda" or not dist.is_nccl_available()):
+        raise RequestError(f"backend {backend} needs a GPU on every rank: allowed here is gloo")
     mine = rendezvous.own_registration(
         rank=rank, world_size=world_size, identity=identity, device="" if share_devices else device_uuid(device)
     )
@@ -221,8 +230,9 @@ def join_group(
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if backend == "nccl" else None,
+        device_id=device if is_nccl(backend) else None,
     )
+    flight_recorder.attach(dist.group.WORLD)
     own = next(index for index, machine in enumerate(result.machines) if rank in machine.ranks)
     if not gloo and on_lost is not None and len(result.machines) > 1 and rank == result.machines[own].ranks[0]:
         # Gloo's connections break when a machine is gone, and a collective raises; NCCL waits for its time-out.

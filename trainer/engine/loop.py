@@ -45,7 +45,7 @@ from trainer.engine.loss_check import check_loss
 from trainer.engine.model_flops import FlopCount
 from trainer.engine.muon import require_equal_products
 from trainer.engine.non_finite import FiniteCheck, NonFiniteError
-from trainer.engine.optimizers import LossScaler, Schedule, epochs_end, training_optimizer
+from trainer.engine.optimizers import LossScaler, Schedule, epochs_end, training_optimizer, without_optimizer
 from trainer.engine.out_of_memory import raise_out_of_memory
 from trainer.engine.parameter_use import ParameterUse
 from trainer.engine.preparation import batch_sizes, build_model, read_data, require_same_on_ranks
@@ -78,6 +78,13 @@ class Loop:
 
         self.optimizer = training_optimizer(task, self.raw_model, options)
         require_equal_products(self.optimizer, ctx)
+        reports.finding(
+            ctx,
+            "not_optimized",
+            without_optimizer(self.optimizer, self.raw_model),
+            severity="warning",
+            advice="add it to the task's optimizer, or freeze it with requires_grad_(False)",
+        )
         self.schedule = Schedule(options, self.optimizer, end=self._schedule_end())
         self.scaler = LossScaler(ctx.device, enabled=options.precision == "fp16")
         self._accumulation = Accumulation(self.model)
@@ -151,6 +158,7 @@ class Loop:
             samples=self.data.train.samples,
             updates_per_epoch=self.data.train.updates_per_epoch(self._update_freq(1)),
             first_update=self.updates,
+            last_update=self._last_update() if self.updates else 0,
             parameters=sum(parameter.numel() for parameter in self.parameters),
         )
         self.ctx.set_state("training")
@@ -196,6 +204,15 @@ class Loop:
         if self._stopped:
             return self._stop()
         return TrainingOutcome(updates=self.updates, epoch=self.epoch, reason=reason, best=self.best)
+
+    def _last_update(self) -> int:
+        """Return the optimizer steps after which ``max_epochs`` ends a resumed training; 0 if it is not known."""
+        samples, per_epoch = self.data.train.samples, self.data.train.updates_per_epoch(self._update_freq(1))
+        if not self.options.max_epochs or not per_epoch:
+            return 0
+        position = self.data.train.position
+        left = (self.options.max_epochs - position.epoch + 1) * samples - position.consumed
+        return self.updates + -(-left * per_epoch // samples)
 
     def _update(self, update: Update) -> bool:
         """Make one optimizer step over the micro-batches of all ranks; return whether it was taken.

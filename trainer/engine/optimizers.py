@@ -18,6 +18,7 @@ from trainer.contract.errors import RequestError
 from trainer.contract.option_rules import flag_of, schedule_conflict, schedule_end
 from trainer.contract.options import Training
 from trainer.engine.ddp_model import trainable, with_sparse_gradient
+from trainer.engine.loss_check import listed
 from trainer.engine.muon import MuonWithAdamW
 from trainer.engine.parameter_groups import parameter_groups
 from trainer.tasks.task import Task
@@ -40,6 +41,16 @@ def training_optimizer(task: Task, model: nn.Module, options: Training) -> Optim
     usual = {"lr": options.lr[0], "weight_decay": options.weight_decay}
     plain = len(groups) == 1 and {name: value for name, value in groups[0].items() if name != "params"} == usual
     return build_optimizer(options, trainable(model) if plain else groups, sparse=sparse)
+
+
+def without_optimizer(optimizer: Optimizer, model: nn.Module) -> str:
+    """Describe the trained parameters that no group of the optimizer holds; empty if there are none."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    names = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in held]
+    if not names:
+        return ""
+    keeps = "it keeps its first values" if len(names) == 1 else "they keep their first values"
+    return f"no group of the optimizer holds {listed(names)}: {keeps}"
 
 
 def _require_plain_step(optimizer: Optimizer) -> None:

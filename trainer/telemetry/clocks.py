@@ -103,7 +103,10 @@ class CudaClock:
         stream: Callable[[], Any] | None = None,
         set_device: Callable[[torch.device], None] = torch.cuda.set_device,
         peak_bytes: Callable[[torch.device], int] = torch.cuda.max_memory_allocated,
+        is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
     ) -> None:
+        self.is_capturing = is_capturing
+        """Whether the current stream is captured into a graph, where a mark has no time."""
         self._device = device
         self._set_device = set_device
         self._peak_bytes = peak_bytes
@@ -143,6 +146,10 @@ class CudaClock:
 
     def release(self, marks: Sequence[Any]) -> None:
         self._events.extend(marks)
+
+    def stream_handle(self) -> int:
+        """Return the handle of the device's current stream."""
+        return int(self._stream().cuda_stream)
 
     def memory_peak_bytes(self) -> int | None:
         return self._peak_bytes(self._device) or None

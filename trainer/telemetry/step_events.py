@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 from trainer.contract.record import Step
 from trainer.telemetry.clocks import Clock, Mark
-from trainer.telemetry.collectives.collective_meter import StepCollectives
 from trainer.telemetry.collectives.collective_times import CollectiveTimes, collective_times, merged
+from trainer.telemetry.collectives.readings import StepCollectives
 from trainer.telemetry.comm_hook import Buckets
 from trainer.telemetry.ddp_log import SyncTimes
 
@@ -32,7 +32,7 @@ class StepReading(NamedTuple):
     """Unix seconds."""
     step: int
     epoch: int
-    samples: int
+    samples: int | None
     tokens: int | None
     lr: float | None
     gc_ms: float
@@ -196,8 +196,8 @@ def _core_wait_ms(
 def merge(steps: Sequence[Step]) -> Step:
     """Merge the events of consecutive steps of one rank.
 
-    Means are over the steps that have the value; ``samples`` and ``tokens`` are totals, tokens absent where a step has
-    none; other fields are of the last step. Single losses, step times and exposed synchronisations are kept as lists
+    Means are over the steps that have the value; ``samples`` and ``tokens`` are totals, absent where a step has none;
+    other fields are of the last step. Single losses, step times and exposed synchronisations are kept as lists
     in step order; a loss there has the seven digits of a 32-bit float. Collectives are means over all steps.
     """
     last = steps[-1]
@@ -215,8 +215,8 @@ def merge(steps: Sequence[Step]) -> Step:
         lr=last.lr,
         clock_set_ms=last.clock_set_ms,
         steps=len(steps),
-        samples=sum([step.samples for step in steps]),
-        tokens=None if None in (tokens := [step.tokens for step in steps]) else sum(filter(None, tokens)),
+        samples=_total([step.samples for step in steps]),
+        tokens=_total([step.tokens for step in steps]),
         core_wait_ms=_mean_waits([step.core_wait_ms for step in steps if step.core_wait_ms is not None]),
         step_ms_each=[step.step_ms for step in steps],
         non_finite=list(dict.fromkeys(name for step in steps for name in step.non_finite)),
@@ -244,6 +244,10 @@ def _mean_waits(counted: Sequence[Mapping[str, float]]) -> dict[str, float] | No
         for phase, waited in waits.items():
             total[phase] = total.get(phase, 0.0) + waited
     return {phase: round(waited / len(counted), 4) for phase, waited in total.items()}
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    return None if None in counts else sum(filter(None, counts))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -184,7 +184,7 @@ class StepMeter:
         step: int,
         epoch: int,
         loss: Scalar = None,
-        samples: int,
+        samples: int | None,
         tokens: int | None = None,
         lr: float | None = None,
         grad_norm: Scalar = None,
@@ -192,9 +192,10 @@ class StepMeter:
     ) -> None:
         """End the step and start the next one. Tensors are copied from the device without synchronising.
 
-        Loss, samples and tokens are this rank's, the loss a mean in nats. The gradient norm is the global one after the
-        reduction, before clipping. ``grad_scale`` is a factor of the gradients during backward that is divided out
-        afterwards (a loss scale, a normalisation after the reduction): the local gradient norm is divided by it too.
+        Loss, samples and tokens are this rank's, the loss a mean in nats; None: not known. The gradient norm is the
+        global one after the reduction, before clipping. ``grad_scale`` is a factor of the gradients during backward
+        that is divided out afterwards (a loss scale, a normalisation after the reduction): the local gradient norm is
+        divided by it too.
         """
         if not self._enabled:
             return

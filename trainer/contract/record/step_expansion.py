@@ -40,7 +40,7 @@ def single_steps(event: Step, *, means: bool = False) -> list[Step]:
             epoch=event.epoch,
             steps=1,
             samples=_part(event.samples, index, count),
-            tokens=None if event.tokens is None else _part(event.tokens, index, count),
+            tokens=_part(event.tokens, index, count),
             lr=event.lr,
             loss=loss,
             step_ms=step_ms,
@@ -61,5 +61,5 @@ def _step_values(event: Step, name: str, means: bool) -> list[float | None]:
     return [getattr(event, name) if means else None] * event.steps
 
 
-def _part(total: int, index: int, count: int) -> int:
-    return total * (index + 1) // count - total * index // count
+def _part(total: int | None, index: int, count: int) -> int | None:
+    return None if total is None else total * (index + 1) // count - total * index // count

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -13,62 +12,13 @@ import torch
 from torch import Tensor
 
 from trainer.telemetry.clocks import Clock, CudaClock, Mark
-from trainer.telemetry.collectives.group_names import GroupNames, NamedGroup
+from trainer.telemetry.collectives.group_names import GroupNames
+from trainer.telemetry.collectives.readings import Call, StepCollectives
+from trainer.telemetry.collectives.side_streams import SideStreams
 from trainer.telemetry.torch_compile import leave_uncompiled
 
 RUN_DELAY_INTERVAL_S = 1e-3
 """Minimum time between two readings of the run delay: a step may have hundreds of calls."""
-
-
-class Call:
-    """A collective, from its call to the end of the wait for it."""
-
-    __slots__ = ("begun", "bytes", "group", "interval", "operation", "start", "waited")
-
-    def __init__(self, group: int, operation: str, nbytes: int, interval: int, start: Mark) -> None:
-        self.group = group
-        """Index in ``GroupNames.named``."""
-        self.operation = operation
-        self.bytes = nbytes
-        self.interval = interval
-        """Number of phases of the step that were complete at the call."""
-        self.start = self.begun = start
-        """At the call; and where the rank was blocked in it last."""
-        self.waited = False
-        """Whether a wait for it has ended."""
-
-
-Wait = tuple[Call, int, Mark, Mark, bool]
-"""Time for which the training thread, or on a GPU its stream, was blocked in a call or in waiting for its result: the
-call, the number of phases of the step that were complete, start, end, and whether the collective is complete with it.
-A plain tuple, since a step may have hundreds."""
-
-
-@dataclass(slots=True)
-class StepCollectives:
-    """Collectives of a step."""
-
-    groups: Sequence[NamedGroup]
-    """Those of ``Call.group``; grows."""
-    detailed: bool
-    """Whether single calls are recorded."""
-    calls: list[Call] = field(default_factory=list)
-    """Made in the step."""
-    waits: list[Wait] = field(default_factory=list)
-    """In the step, also for calls of earlier ones."""
-
-    def marks(self) -> Iterator[Mark]:
-        for call in self.calls:
-            yield call.start
-        for _, _, start, end, _ in self.waits:
-            yield start
-            yield end
-
-    def spent_marks(self) -> list[Mark]:
-        """Return the marks that no later step needs, each once."""
-        spent = [end for _, _, start, end, _ in self.waits if end is not start]
-        spent += [start for call, _, start, _, _ in self.waits if start is not call.start]
-        return spent + [call.start for call, _, _, _, last in self.waits if last]
 
 
 _comm_hooks = 0
@@ -107,7 +57,9 @@ class CollectiveMeter:
         """The collective that the training thread is in, or waits for."""
         self.names = GroupNames()
         self._mark: Callable[[], Mark] = lambda: None
-        self._on_gpu = False
+        self._streams: SideStreams | None = None
+        """On a GPU."""
+        self._is_capturing: Callable[[], bool] = lambda: False
         self._thread = 0
         self._in_backward: Callable[[], bool] = lambda: False
         self._phases: Sequence[object] = ()
@@ -125,7 +77,9 @@ class CollectiveMeter:
     def attach(self, clock: Clock, in_backward: Callable[[], bool]) -> None:
         """Begin to follow the calls of this thread, and those of autograd's threads in its backward passes."""
         self._mark = lambda: clock.mark(every_s=RUN_DELAY_INTERVAL_S)
-        self._on_gpu = isinstance(clock, CudaClock)
+        if isinstance(clock, CudaClock):
+            self._streams = SideStreams(clock.stream_handle)
+            self._is_capturing = clock.is_capturing
         self._thread = threading.get_ident()
         self._in_backward = in_backward
         self.on = True
@@ -139,6 +93,8 @@ class CollectiveMeter:
         """Drop what is not taken; ``phases`` are those of the step that begins, and grow with it."""
         self._phases = phases
         self._step = StepCollectives(self.names.named, detailed)
+        if self._streams is not None:
+            self._streams.begin_step()
 
     def take(self) -> StepCollectives | None:
         """Return the collectives of the step that ends; None before the first one, and after a fault."""
@@ -151,9 +107,9 @@ class CollectiveMeter:
         step.waits = [wait for wait in step.waits if wait[1] < phases]
 
     def blocked_in(self) -> str:
-        """Return the collective in which the training thread is blocked; empty without one. For other threads."""
+        """Describe the collective in which the training thread is blocked; empty without one. For other threads."""
         call = self.blocked
-        return "" if call is None else f"{call.operation} of {self.names.named[call.group].name}"
+        return "" if call is None else f"it waits in {call.operation} of {self.names.named[call.group].name}"
 
     # ------------------------------------------------------------------------------------------------------- calls
 
@@ -219,6 +175,26 @@ class CollectiveMeter:
         except Exception as error:  # noqa: BLE001 - as above
             self.fail(error)
 
+    def recorded(self, event: Any, stream: Any) -> None:
+        """An event was recorded on a stream of the GPU, None for the current one."""
+        if self._streams is None or not self._followed():
+            return
+        try:
+            self._streams.recorded(event, stream)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+
+    def begin_event_wait(self, event: Any, stream: Any) -> Call | None:
+        """Follow the wait of a stream for an event; None where no collective is before it."""
+        if self._streams is None or not self._followed():
+            return None
+        try:
+            call = self._streams.awaited(event, stream)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+            return None
+        return None if call is None else self._begin_wait(call)
+
     def open(self, group: Callable[[], Any], operation: str, tensors: Any = ()) -> Call | None:
         """Follow a function that calls collectives itself, as one call; None within another, or without a group."""
         if self._outer is not None or not self._followed():
@@ -282,18 +258,24 @@ class CollectiveMeter:
     def _followed(self) -> bool:
         if not self.on or _comm_hooks:
             return False
-        if threading.get_ident() != self._thread and not (
-            # On a GPU the hooks of a backward pass run in a thread of autograd.
-            torch._C._current_graph_task_id() != -1 and self._in_backward()
-        ):
+        try:
+            if threading.get_ident() != self._thread and not (
+                # On a GPU the hooks of a backward pass run in a thread of autograd.
+                torch._C._current_graph_task_id() != -1 and self._in_backward()
+            ):
+                return False
+            return self._streams is None or not self._is_capturing()
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
             return False
-        return not self._on_gpu or not torch.cuda.is_current_stream_capturing()
 
     def _add(self, group: int, operation: str, nbytes: int) -> Call:
         call = Call(group, operation, nbytes, len(self._phases), self._mark())
         self._step.calls.append(call)
         self._last[group] = call
         self._seen = True
+        if self._streams is not None:
+            self._streams.issued(call)
         return call
 
     def _begin_wait(self, call: Call) -> Call | None:
@@ -308,6 +290,8 @@ class CollectiveMeter:
     def _end(self, call: Call, *, last: bool) -> None:
         """The training thread is no longer blocked in a call, or in the wait for it."""
         self.blocked = outer = self._outer
+        if self._streams is not None and self._streams.is_elsewhere():
+            return
         # A function that calls collectives itself is complete when it returns.
         self._step.waits.append((call, len(self._phases), call.begun, self._mark(), last and call is not outer))
 

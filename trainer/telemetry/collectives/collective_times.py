@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from trainer.contract.record.collective_groups import CollectiveCall, GroupSync
 from trainer.telemetry.clocks import Clock, HostClock, Mark
-from trainer.telemetry.collectives.collective_meter import Call, StepCollectives
+from trainer.telemetry.collectives.readings import Call, StepCollectives
 
 MAX_CALLS = 500
 """Single calls of a step that are recorded: the first ones."""

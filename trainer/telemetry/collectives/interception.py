@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.compiler import is_compiling
 
@@ -95,6 +96,8 @@ def wrap_calls(meter: CollectiveMeter) -> None:
         _replace(c10d.ProcessGroup, name, functools.partial(_call, meter, operation, index))
     _replace(c10d.ProcessGroup, "_end_coalescing", functools.partial(_end_coalescing, meter))
     _replace(c10d.Work, "wait", functools.partial(_wait, meter))
+    _replace(torch.cuda.Event, "record", functools.partial(_record_event, meter))
+    _replace(torch.cuda.Event, "wait", functools.partial(_wait_event, meter))
     functions: Any = importlib.import_module("torch.distributed.distributed_c10d")
     package: Any = dist
     for name in OBJECTS:
@@ -176,6 +179,28 @@ def _wait(meter: CollectiveMeter, name: str, original: Any) -> Function:
             return original(self, *args, **kwargs)
         try:
             return original(self, *args, **kwargs)
+        finally:
+            meter.end_wait(begun)
+
+    return wrapper
+
+
+def _record_event(meter: CollectiveMeter, name: str, original: Any) -> Function:
+    def wrapper(self: Any, stream: Any = None) -> Any:
+        if meter.on:
+            meter.recorded(self, stream)
+        return original(self, stream)
+
+    return wrapper
+
+
+def _wait_event(meter: CollectiveMeter, name: str, original: Any) -> Function:
+    def wrapper(self: Any, stream: Any = None) -> Any:
+        begun = meter.begin_event_wait(self, stream) if meter.on else None
+        if begun is None:
+            return original(self, stream)
+        try:
+            return original(self, stream)
         finally:
             meter.end_wait(begun)
 
