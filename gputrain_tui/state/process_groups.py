@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import zip_longest
 
-from trainer.contract.record import CollectiveCall, CollectiveGroup, Step
+from trainer.contract.record import MAX_GROUPS, CollectiveCall, CollectiveGroup, GroupSync, Step
 
-POINT_TO_POINT = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
+POINT_TO_POINT = frozenset({"send", "recv", "send_object_list", "recv_object_list"})
 """Operations between two ranks: who waits least is not the last of its group to arrive."""
 
 
@@ -21,6 +21,8 @@ class ProcessGroup:
     name: str
     ranks: tuple[int, ...]
     """Ascending; empty where they are not known."""
+    point_to_point: bool = field(default=False, compare=False)
+    """Of waits in it, whether they are all for single ranks, as in a pipeline."""
 
     def __hash__(self) -> int:
         """Return a hash of a few ranks, as a group may have thousands."""
@@ -28,9 +30,9 @@ class ProcessGroup:
 
 
 @lru_cache(maxsize=4096)
-def _group(name: str, ranks: tuple[int, ...]) -> ProcessGroup:
+def _group(name: str, ranks: tuple[int, ...], *, point_to_point: bool = False) -> ProcessGroup:
     """Return the same object for equal groups, which makes comparing them quick."""
-    return ProcessGroup(name, ranks)
+    return ProcessGroup(name, ranks, point_to_point)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +50,8 @@ class RankGroups:
         self.recent = deque(maxlen=self.window)
 
     def add(self, event: CollectiveGroup) -> None:
+        if len(self.by_name) > MAX_GROUPS and event.name not in self.by_name:
+            return  # more than a rank tells apart, with ``OTHER_GROUPS``: the record is damaged
         self.by_name[event.name] = _group(event.name, tuple(event.ranks))
 
     def note(self, event: Step) -> None:
@@ -67,19 +71,29 @@ class RankGroups:
 
     def waits(self, event: Step) -> dict[ProcessGroup, float]:
         """Return the exposed time in each group in an event's steps, mean ms, where it was measured."""
-        return {self.group(sync.group): sync.exposed_ms for sync in event.groups or () if sync.exposed_ms is not None}
+        return {self._waited_in(sync): sync.exposed_ms for sync in event.groups or () if sync.exposed_ms is not None}
+
+    def _waited_in(self, sync: GroupSync) -> ProcessGroup:
+        group = self.group(sync.group)
+        if sync.operations and POINT_TO_POINT.issuperset(sync.operations):
+            return _group(group.name, group.ranks, point_to_point=True)
+        return group
 
 
 def transfers(waits: Sequence[Mapping[ProcessGroup, float]]) -> dict[ProcessGroup, float]:
     """Return the bare transfer in each group, ms, from each rank's waits: the last to arrive waits for no other.
 
-    It is left out where not all ranks of the group have told their wait.
+    It is left out where not all ranks of the group have told their wait, and where they wait for single ranks only.
     """
     by_group: dict[ProcessGroup, list[float]] = {}
     for each in waits:
         for group, wait in each.items():
             by_group.setdefault(group, []).append(wait)
-    return {group: min(each) for group, each in by_group.items() if 1 < len(group.ranks) == len(each)}
+    return {
+        group: min(each)
+        for group, each in by_group.items()
+        if 1 < len(group.ranks) == len(each) and not group.point_to_point
+    }
 
 
 def least_transfer_ms(waits: Sequence[Mapping[ProcessGroup, float]]) -> float:
@@ -96,12 +110,15 @@ def least_transfer_of_calls_ms(ranks: Mapping[int, RankGroups]) -> float | None:
 
     Known if all ranks have the same detailed step and, in each group, have made the same calls in it.
     """
-    steps = {rank: groups.detailed for rank, groups in ranks.items()}
-    if len({step.step if step is not None else None for step in steps.values()}) != 1 or None in steps.values():
+    steps = {rank: groups.detailed for rank, groups in ranks.items() if groups.detailed is not None}
+    if len(steps) < len(ranks) or len({step.step for step in steps.values()}) != 1:
         return None
     calls: dict[ProcessGroup, dict[int, list[CollectiveCall]]] = {}
     for rank, step in steps.items():
-        for call in (step.calls if step is not None else None) or ():
+        recorded = step.calls or []
+        if sum(sync.calls for sync in step.groups or ()) > len(recorded) + 1:
+            return None  # only the first calls of a step with very many are recorded
+        for call in recorded:
             if call.operation not in POINT_TO_POINT:
                 calls.setdefault(ranks[rank].group(call.group), {}).setdefault(rank, []).append(call)
     bare: dict[ProcessGroup, float] = {}

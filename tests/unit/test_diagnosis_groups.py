@@ -165,7 +165,9 @@ def _merged(events: Sequence[Step]) -> Step:
     groups = []
     for index, sync in enumerate(last.groups or ()):
         waits = [event.groups[index].exposed_ms or 0.0 for event in events if event.groups]
-        groups.append(GroupSync(group=sync.group, calls=sync.calls, exposed_ms=sum(waits) / count))
+        mean = GroupSync(group=sync.group, calls=sync.calls, exposed_ms=sum(waits) / count)
+        mean.operations = sync.operations
+        groups.append(mean)
     each = {f"{name}_each": [getattr(event, name) for event in events] for name in ("step_ms", "sync_exposed_ms")}
     return Step(
         time=last.time, rank=last.rank, step=last.step, epoch=1, steps=count, samples=8 * count, loss=2.0,
@@ -254,6 +256,14 @@ def test_in_a_pipeline_the_stage_that_the_others_wait_for_is_named() -> None:
     found = run.steps(20, late_in(parts, 1, "forward"))
     assert kinds(found) == [("straggler", "raised", 1, "forward")]
     assert "rank 0 of link 0 and rank 2 of link 1 wait for it" in found[0].message
+
+
+@pytest.mark.parametrize(("operation", "kinds_found"), [("send", set()), ("broadcast", {"communication_bound"})])
+def test_waiting_for_single_ranks_is_no_transfer(operation: str, kinds_found: set[str]) -> None:
+    """Each of two stages idles while the other one works: a pipeline's bubble."""
+    parts: list[Part] = [("forward", 5.0, ""), ("sync", "stages", operation), ("backward", 5.0, "")]
+    run = ParallelRun(parts, {"stages": [[0, 1]]}, ranks=2, wire_ms=20.0, covered=4)
+    assert {finding.kind for finding in run.steps(320)} == kinds_found
 
 
 def test_a_late_rank_is_named_where_only_steps_and_collectives_are_measured() -> None:

@@ -11,7 +11,8 @@ from made_runs import append_events
 
 from gputrain_tui.history.export.live_scalars import LiveScalars
 from gputrain_tui.history.export.steps import SingleStep
-from trainer.contract.record import RankState, RunDir, RunEnded, Validation, encode_event
+from gputrain_tui.history.export.tensorboard_folder import over_ranks, rank_scalars
+from trainer.contract.record import GroupSync, RankState, RunDir, RunEnded, Validation, encode_event
 from trainer.telemetry.step_events import merge
 
 
@@ -95,3 +96,15 @@ def test_a_step_that_a_rank_has_passed_over_is_written_without_it(run_dir: RunDi
     scalars.close()
     assert sink.of("over") == [(1, [0, 1], 1), (2, [0], 1), (3, [0, 1], 1)]
     assert not scalars.ended
+
+
+def test_collectives_have_a_tag_for_each_process_group() -> None:
+    rows = []
+    for rank, wait_ms in enumerate((2.0, 4.0)):
+        step = single(rank, 1)
+        step.groups = [GroupSync(group="tp", calls=3.0, exposed_ms=wait_ms), GroupSync(group="dp", calls=1.0)]
+        rows.append(SingleStep(1, 1, True, step))
+    assert rank_scalars(rows[1])["sync/tp_ms"] == 4.0
+    assert not {tag for tag in rank_scalars(rows[0]) if "groups" in tag or "calls" in tag or "dp" in tag}
+    means, lows, highs = over_ranks(rows)
+    assert (means["sync/tp_ms"], lows["sync/tp_ms"], highs["sync/tp_ms"]) == (3.0, 2.0, 4.0)

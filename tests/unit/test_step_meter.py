@@ -360,9 +360,7 @@ def test_a_step_stuck_in_a_collective_of_the_script_waits_for_others(tmp_path: P
         time.sleep(0.005)  # and no further call: a hang
     meter.close()
     writer.close()
-    assert [(event.part, event.parts_done, event.collectives) for event in found] == [
-        ("sync", 2, "it waits in all_gather of tp")
-    ]
+    assert [(event.part, event.parts_done, event.waits_in) for event in found] == [("sync", 2, "all_gather of tp")]
 
 
 def _doing(folder: Path) -> list[Doing]:
