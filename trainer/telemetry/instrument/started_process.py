@@ -60,7 +60,7 @@ def _join(rank: int, world_size: int, described: Sequence[str]) -> None:
         if not _own:
             _own.append(_load_own_package(path))
         with _own[0].own_package():
-            from trainer.telemetry.instrument import started_rank  # type: ignore[import-not-found, unused-ignore]
+            from trainer.telemetry.instrument import started_rank
 
             started_rank.join(address, int(plan_pid), rank, world_size, at_once=world_size > 1 or starts_ranks == "1")
     except Exception as error:  # noqa: BLE001 - whatever is wrong with these packages, the script goes on
@@ -72,7 +72,7 @@ def _load_own_package(path: Sequence[str]) -> Any:
     script_path, theirs = list(sys.path), _pop_trainer()
     sys.path[:] = path
     try:
-        from trainer.agent import own_package  # type: ignore[import-not-found, unused-ignore]
+        from trainer.agent import own_package
     finally:
         sys.path[:] = script_path
         ours = _pop_trainer()
@@ -105,7 +105,10 @@ def after_join(call: Callable[[int, int], None]) -> None:
 
     def wrap() -> None:
         module: Any = sys.modules[DISTRIBUTED]
-        original = module._update_default_pg
+        original = getattr(module, "_update_default_pg", None)
+        if original is None:
+            print(f"gputrain: {DISTRIBUTED} is not torch's as known: no process is a rank by its group", file=sys.stderr)
+            return
 
         def _update_default_pg(group: Any) -> None:
             original(group)
