@@ -20,20 +20,25 @@ SITE_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "started_
 """Folder that is first in the script's ``PYTHONPATH``."""
 
 
-def follow(address: str, own_package: Any, *, starts_ranks: bool, own_group: Callable[[int, int], bool]) -> None:
+def follow(
+    address: str, own_package: Any, *, starts_ranks: bool, is_visible: bool, own_group: Callable[[int, int], bool]
+) -> None:
     """Make the processes that this one starts ask to be ranks when they join a process group.
 
     Args:
         address: file of the node agent's socket.
         own_package: the module ``trainer.agent.own_package``.
         starts_ranks: whether the recipe says that the script starts its ranks.
+        is_visible: whether the script sees the two variables. If not, a process with variables that the script has
+            copied lacks them.
         own_group: called in each process that has joined, with its rank and world size; returns whether it is this one.
     """
     _own.append(own_package)
     described = [address, str(os.getpid()), str(int(starts_ranks)), *own_package.own_path()]
-    os.environ[STARTED] = "\n".join([sys.prefix, str(sys.hexversion), *described])
+    put = os.environ.__setitem__ if is_visible else os.putenv
+    put(STARTED, "\n".join([sys.prefix, str(sys.hexversion), *described]))
     users = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = SITE_FOLDER + (users and os.pathsep + users)
+    put("PYTHONPATH", SITE_FOLDER + (users and os.pathsep + users))
 
     def joined(rank: int, world_size: int) -> None:
         if not own_group(rank, world_size):  # a process that was forked from this one
@@ -107,7 +112,9 @@ def after_join(call: Callable[[int, int], None]) -> None:
         module: Any = sys.modules[DISTRIBUTED]
         original = getattr(module, "_update_default_pg", None)
         if original is None:
-            print(f"gputrain: {DISTRIBUTED} is not torch's as known: no process is a rank by its group", file=sys.stderr)
+            print(
+                f"gputrain: {DISTRIBUTED} is not torch's as known: no process is a rank by its group", file=sys.stderr
+            )
             return
 
         def _update_default_pg(group: Any) -> None:
