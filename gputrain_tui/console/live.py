@@ -186,12 +186,13 @@ class LiveRun:
             self.series.flush()
 
     def _date_logs(self, sample: NodeSample) -> None:
-        for rank in sample.ranks:
-            if rank.log_bytes is not None:
-                times = self.log_times.get(name := str(rank.rank))
+        of_ranks = [(str(rank.rank), rank.log_bytes) for rank in sample.ranks]
+        for name, size in [(f"node-{sample.node}", sample.log_bytes), *of_ranks]:
+            if size is not None:
+                times = self.log_times.get(name)
                 if times is None:
                     times = self.log_times[name] = LogTimes(self.state.world_size)
-                times.note(rank.log_bytes, sample.time)
+                times.note(size, sample.time)
 
     def _check_status(self, now: float) -> None:
         if now - self._status_at < STATUS_INTERVAL_S:

@@ -1,4 +1,4 @@
-"""Reads ``plan.json`` and ``slurm.json`` of a run directory."""
+"""Reads ``plan.json``, ``slurm.json`` and ``submission.json`` of a run directory."""
 
 from __future__ import annotations
 
@@ -22,6 +22,28 @@ class SlurmJob(msgspec.Struct, kw_only=True):
     """Its hosts in the order of the plan; empty before Slurm has chosen them."""
     batch: bool = False
     """Whether the run's supervisor is the job's script."""
+    earlier: list[Count] = []
+    """Numbers of the jobs before, each of which has submitted the next."""
+    excluded: list[str] = []
+    """Hosts that failed, which Slurm is asked to leave out."""
+
+
+class SlurmSubmission(msgspec.Struct, kw_only=True):
+    """Contents of ``submission.json``: what ``sbatch`` was given for the job of a run."""
+
+    arguments: list[str]
+    script: str
+
+
+_submission = msgspec.json.Decoder(SlurmSubmission)
+
+
+def read_submission(run: RunDir) -> SlurmSubmission | None:
+    """Read what ``sbatch`` was given; None where a run was not submitted, or by an earlier version."""
+    try:
+        return read_json(run.submission, _submission)
+    except RecordError:
+        return None
 
 
 _job = msgspec.json.Decoder(SlurmJob)

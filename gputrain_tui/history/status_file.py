@@ -68,8 +68,10 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Learning rate of the last step; written at the end."""
     tokens: Count | None = None
     """Tokens that all ranks read; None where the task counts none; written at the end."""
+    steps_per_s: FiniteFloat | None = None
+    """Per second of stepping, over the whole run; written at the end."""
     samples_per_s: FiniteFloat | None = None
-    """Of all ranks together over the whole run; written at the end."""
+    """Likewise of all ranks together; None where no rank counts samples."""
     tokens_per_s: FiniteFloat | None = None
     """Tokens likewise; None where the task counts none."""
     mfu: FiniteFloat | None = None

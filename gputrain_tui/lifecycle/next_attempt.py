@@ -76,8 +76,8 @@ class NextAttempt:
             except RequestError as error:
                 return replace(ended, failure=not_restarted(failure, str(error)), recorded=True)
         self._status_writer.restarting(failure, *changes)
-        self._status_writer.change_plan(plan)
         self._clear_silence()
+        self._status_writer.change_plan(plan)
         return self._launcher.with_free_port(next_plan(plan, self._dir))
 
     def _has_lost_port(self, plan: Plan, since: Mapping[str, int]) -> bool:

@@ -108,14 +108,17 @@ class RunStatusWriter:
         self._status.status = "stopping"
         self._write_status()
 
-    def requeued(self, ended: AttemptResult) -> None:
-        """Write into the status and the record that the run waits for a scheduler to start it again, and why."""
+    def requeued(self, ended: AttemptResult, note: str = "") -> None:
+        """Write into the status and the record that the run waits for a scheduler to start it again, why, and how."""
         kept = attempt_outcome.describe_kept(self._dir, [node.node for node in self._plan.nodes])
-        message = " ".join(filter(None, [ended.reason, kept]))
+        failure = ended.failure
+        why = failure.message if failure is not None else " ".join(filter(None, [ended.reason, kept]))
+        message = "; ".join(filter(None, [why, note]))
         status = self._status
         status.status, status.supervisor, status.message = "queued", None, message
         status.step, status.loss = newest_loss_of(self._dir, self._status.world_size)
-        self.record(Finding(time=self._now(), kind=REQUEUED, severity="info", message=message))
+        host = None if failure is None else failure.host
+        self.record(Finding(time=self._now(), kind=REQUEUED, severity="info", host=host, message=message))
         self._write_status()
 
     def record(self, event: Event) -> None:
@@ -180,7 +183,8 @@ class RunStatusWriter:
             status.lr = None if first is None or first.last is None else first.last.lr
             status.tokens = sum(view.totals.tokens for view in (*state.ranks.values(), *state.former.values())) or None
             rates = run_throughput(state.ranks.values())
-            status.samples_per_s, status.tokens_per_s, status.mfu = rates.samples_per_s, rates.tokens_per_s, rates.mfu
+            status.steps_per_s, status.samples_per_s = rates.steps_per_s, rates.samples_per_s
+            status.tokens_per_s, status.mfu = rates.tokens_per_s, rates.mfu
             status.findings = marking(roll_up(state.findings.values(), state.ranks))
             status.valid = _valid(state)
         self.record(

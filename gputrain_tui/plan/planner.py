@@ -15,6 +15,7 @@ import msgspec
 from gputrain_tui.hosts.host_names import DEFAULT_PORT, PENDING_HOST, THIS_MACHINE, LocalFacts, address_of, is_local
 from gputrain_tui.shell_words import shell_joined, shell_quoted
 from gputrain_tui.tables import printable
+from trainer.contract.backends import is_nccl
 from trainer.contract.errors import RequestError, quoted
 from trainer.contract.option_rules import require_batch_sizes
 from trainer.contract.options import Distributed
@@ -299,9 +300,9 @@ def _backend(recipe: Recipe, assignments: Sequence[NodeDevices]) -> Literal["ncc
     wanted, where = recipe.cluster.backend, recipe.where("cluster", "backend")
     on_cpu = next((index for index, assigned in enumerate(assignments) if assigned.cpu), None)
     on_shared = next((index for index, assigned in enumerate(assignments) if assigned.shared), None)
-    if wanted == "nccl" and on_cpu is not None:
+    if is_nccl(wanted) and on_cpu is not None:
         raise RequestError(f"{where} is 'nccl', but the ranks of node {on_cpu} run on the CPU: use gloo or auto")
-    if wanted == "nccl" and on_shared is not None:
+    if is_nccl(wanted) and on_shared is not None:
         raise RequestError(f"{where} is 'nccl', which allows one rank per GPU, but node {on_shared} has more: use gloo")
     if wanted != "auto":
         return wanted

@@ -30,11 +30,11 @@ from gputrain_tui.recipe.task_description import describe_task
 from gputrain_tui.recipe.values import check_env, inline_toml, parse_gpus, value_text
 from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 from trainer.contract.errors import RequestError, nearest, quoted
+from trainer.contract.fairseq_flags import NO_EFFECT, REFUSED
 from trainer.contract.option_rules import require_consistent, require_one_launcher
 from trainer.contract.options import Distributed, Script, Training
 from trainer.contract.rendezvous_url import parse_rendezvous_url
 from trainer.contract.schema import check, check_values, describe
-from trainer.contract.seed_flags import NO_EFFECT, REFUSED
 
 COMPUTED_FLAGS = {
     "distributed_init_method": "set cluster.init_method",
@@ -83,6 +83,9 @@ def _build(source: Source, overrides: Sequence[str]) -> Recipe:
     if slurm is not None and slurm.requeue and cluster.launcher not in ("auto", "slurm"):
         where = source.where(("slurm", "requeue"))
         raise RequestError(f'{where} needs Slurm, but cluster.launcher is "{cluster.launcher}": keep one')
+    if slurm is not None and slurm.requeue and script is None and not train.save:
+        where = source.where(("slurm", "requeue"))
+        raise RequestError(f"{where} goes on from a checkpoint, but train.save is false: keep one")
     _check_spare(cluster, source)
     _check_restart_keys(cluster, slurm, source)
     if script is None:

@@ -129,9 +129,9 @@ def _cluster() -> dict[str, Any]:
             rule |= places.get(name, {})
         table["properties"]["env"] = env
     cluster["properties"]["init_method"] |= init_method
-    one, listed = cluster["properties"]["spare"]["anyOf"]
-    one["pattern"] = f"^(?:{PATTERNS['host'][0]})?$"  # an empty text is an empty list
-    listed["items"] |= places["host"]
+    spare = cluster["properties"]["spare"]["anyOf"]
+    spare[1]["items"] |= places["host"]
+    spare[0] = {"type": "string", "pattern": f"^(?:{PATTERNS['host'][0]})?$"}  # an empty text is an empty list
     node["properties"]["gpus"] = gpus
     node["oneOf"] = [{"required": [name]} for name in RANK_KEYS]
     cluster["properties"]["nodes"] = {"type": "array", "minItems": 1, "items": node}

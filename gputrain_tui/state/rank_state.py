@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
+from gputrain_tui.state.process_groups import RankGroups
 from gputrain_tui.state.step_losses import loss_at
 from gputrain_tui.state.totals import ZERO_TOTALS, Totals
 from trainer.contract.record import Doing, Failure, Finding, GpuSample, ModelFlops, RankSample, RunEnded, Step
@@ -78,6 +79,8 @@ class RankView:
     """Optimizer steps done when it was last started."""
     bucket_step: Step | None = None
     """Its newest step event with the time of each bucket."""
+    groups: RankGroups = field(default_factory=lambda: RankGroups(WINDOW))
+    """Its process groups, and its collectives besides those of DDP's buckets."""
     rss_bytes: deque[tuple[float, int]] = field(init=False)
     """Its process's memory since its first step, with the time, where the run keeps a history."""
     gpu_bytes: deque[tuple[float, int]] = field(init=False)
@@ -96,6 +99,7 @@ class RankView:
         self.totals_window.append(self.totals)
         for series in (self.steps, self.rss_bytes, self.gpu_bytes):
             series.clear()
+        self.groups.clear()
         self.bucket_step = self.doing = None
         self.validation_turns = 0
 

@@ -10,13 +10,13 @@ from typing import Any
 from gputrain_tui.state.checksums import DesyncState
 from gputrain_tui.state.elapsed import Pace, elapsed_s, time_by_boot
 from gputrain_tui.state.figures import RunFigures, run_figures
-from gputrain_tui.state.finding_text import loss_is_nan
+from gputrain_tui.state.finding_text import loss_is_nan, named_ranks
 from gputrain_tui.state.rank_state import RankView, rank_outcome
 from gputrain_tui.state.record_gaps import RECORD_ADVICE
 from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness
 from gputrain_tui.state.world import divided, is_of_former, still_standing
 from trainer.contract import record
-from trainer.contract.outcome import RECORD_END_MISSING, root_cause
+from trainer.contract.outcome import RECORD_END_MISSING, RESTARTED, root_cause
 from trainer.contract.record.downsampled import DownsampledBlock
 from trainer.contract.record.unrecorded import RECORD_INCOMPLETE
 
@@ -92,12 +92,13 @@ class RunState:
             record.Validation: self.validations.append,
             record.Checkpoint: self.checkpoints.append,
             record.Checksum: lambda event: self.desync.add(event, self.world_size),
+            record.CollectiveGroup: lambda event: self.rank(event.rank).groups.add(event),
             record.Sample: partial(setattr, self, "sample"),
             record.NodeSample: self._node_sample,
             record.Finding: self._finding,
             record.Failure: self._failure,
             record.RankStacks: self._rank_stacks,
-            record.Lost: self._lost,
+            record.Lost: lambda e: self.add_gap(e.time, f"{e.events} events were not recorded: {e.message}"),
             record.RunEnded: self._run_ended,
             record.Queued: partial(setattr, self, "queued"),
         }
@@ -213,22 +214,14 @@ class RunState:
     @property
     def flagged(self) -> set[int]:
         """Ranks with a raised finding, and ranks that failed by themselves."""
-        named = {rank for _, rank in self.findings if rank is not None}
+        named = named_ranks(self.findings.values())
         failed = {view.rank for view in self.ranks.values() if view.display_state == "failed"} if self.failures else ()
         return named.union(failed)
 
     def lateness(self) -> dict[int, float]:
-        """Return the lateness by rank: the mean delay after the first rank to be ready to synchronise, ms.
-
-        If others wait for a straggler in their forward pass already, they are as late as it for the synchronisation,
-        and its lateness is the one that was found.
-        """
+        """Return the lateness by rank, ms, by ``synchronisation.lateness``."""
         if self._late_version != self.version:
-            late, self._late_version = lateness(self.ranks.values()), self.version
-            for (kind, rank), finding in self.findings.items():
-                if kind == "straggler" and rank in late and "followers" in finding.evidence:
-                    late[rank] = max(late[rank], finding.evidence["forward_wait_ms"])
-            self._late = late
+            self._late, self._late_version = lateness(self.ranks.values(), self.findings.values()), self.version
         return self._late
 
     def latest(self) -> tuple[int, float] | None:
@@ -281,6 +274,8 @@ class RunState:
             view.steps.append(event)
         if event.bucket_ms is not None:
             view.bucket_step = event
+        if event.groups:
+            view.groups.note(event)
         if view.time is None or event.time >= view.time:  # its end may come from another file, read earlier
             view.time = event.time
             view.state = "training"
@@ -382,10 +377,13 @@ class RunState:
         self.past_findings.append(event)
         if event.kind == RECORD_INCOMPLETE and event.rank is not None:
             self.rank(event.rank).count_unrecorded(event)
+        if event.kind == RESTARTED:  # the failure before is no longer that of the run
+            self._attempt_began = event.time
+            self._attribute()
         if event.kind == "host_silent":
             self.silence_changed_at = event.time
         if event.kind == "not_measured" and event.cause == "no_steps":
-            self.unmeasured = event.message
+            self.unmeasured = event.message if event.state == "raised" else ""
         if event.state == "raised":
             self.findings[event.kind, event.rank] = event
         else:
@@ -423,9 +421,6 @@ class RunState:
         before = self.stacks.get(event.rank)
         if before is None or event.request >= before.request:  # native frames may come after the answer to a newer one
             self.stacks[event.rank] = event
-
-    def _lost(self, event: record.Lost) -> None:
-        self.add_gap(event.time, f"{event.events} events were not recorded: {event.message}")
 
     def add_gap(self, time: float, message: str) -> None:
         """Add the finding that events are missing in the record, unless the gaps that stand say the same."""

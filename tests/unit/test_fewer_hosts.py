@@ -10,6 +10,7 @@ from plans import HERE, plan_for, recipe
 
 from gputrain_tui.plan.fewer_hosts import describe_fewer, plan_without, recipe_without
 from gputrain_tui.plan.planner import Plan, plan, with_run_dir
+from gputrain_tui.recipe.build import build
 from trainer.contract.errors import RequestError
 
 CLUSTER = "min_ranks = 1\nmax_restarts = 1"
@@ -85,6 +86,14 @@ def test_a_script_of_env_meets_there_as_well() -> None:
     rows = nodes("cpu_ranks = 1", "cpu_ranks = 1", "cpu_ranks = 2")
     _, after = without(recipe(*rows, cluster=f'{CLUSTER}\ninit_method = "env://"\nport = 2950'), "n1")
     assert [(node.env["MASTER_ADDR"], node.env["MASTER_PORT"]) for node in after.nodes] == [("n2", "2950")] * 2
+
+
+def test_a_script_gets_the_new_number_of_nodes_and_no_batch_is_named() -> None:
+    rows = "".join(f"[[cluster.nodes]]\n{row}\n" for row in nodes("cpu_ranks = 1", "cpu_ranks = 1", "cpu_ranks = 2"))
+    wanted = build(f'[cluster]\n{CLUSTER}\n{rows}[train]\nscript = "/w/train.py"\n', name="r.toml")
+    before, after = without(wanted, "n1")
+    assert [node.env["GROUP_WORLD_SIZE"] for node in after.nodes] == ["2", "2"]
+    assert describe_fewer(before, after, wanted, ["n1"]) == "the run goes on without n1, with 3 of 4 ranks"
 
 
 def test_one_rank_that_is_left_needs_no_rendezvous() -> None:

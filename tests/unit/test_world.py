@@ -16,7 +16,7 @@ from gputrain_tui.diagnosis import Diagnosis
 from gputrain_tui.diagnosis.thresholds import HISTORY
 from gputrain_tui.headless.closing_report import closing_table, status_line
 from gputrain_tui.headless.foreground import JsonStream
-from gputrain_tui.headless.progress import paint
+from gputrain_tui.headless.progress import paint, plain_line
 from gputrain_tui.history.comparison import CurveHistory
 from gputrain_tui.history.export.live_scalars import LiveScalars
 from gputrain_tui.history.known_ranks import KnownRanks
@@ -25,10 +25,12 @@ from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.series import Series
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.state import RunState
+from trainer.contract.outcome import RESTARTED
 from trainer.contract.record import (
     AnyEvent,
     Checksum,
     Event,
+    Failure,
     Finding,
     NodeSample,
     RankSample,
@@ -104,6 +106,17 @@ def test_ranks_that_are_gone_hold_no_figure_and_keep_their_totals() -> None:
     every = 8 * (2 * OLD + OLD - 1 + 2 * (NEW - 4))
     assert f"finished in 1:10, {NEW} steps, {every} samples" in paint(status_line(state), colour=False)
     assert len(closing_table(state, 100)) == 3, "a title and two ranks"
+
+
+def test_the_failure_of_an_attempt_is_not_that_of_the_run_once_the_next_one_begins() -> None:
+    state = RunState(world_size=3)
+    state.apply_all([event for event in in_time_order() if event.time < BEGIN + 20])
+    state.apply(Failure(time=BEGIN + 21, kind="node_lost", message="h3 with rank 2 lost", rank=2, host="h3"))
+    assert state.root_cause is not None
+    state.apply(Finding(time=BEGIN + 30, kind=RESTARTED, message="attempt 1 ended: h3 lost; attempt 2 begins"))
+    assert state.root_cause is None
+    state.apply(CHANGE)
+    assert "failed" not in plain_line(state, now=BEGIN + 31)
 
 
 def test_events_of_a_gone_rank_that_come_late_bring_it_not_back() -> None:

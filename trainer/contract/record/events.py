@@ -50,10 +50,14 @@ class RunStarted(Event, kw_only=True, tag="run_started"):
 
 
 class World(Event, kw_only=True, tag="world"):
-    """The run has ranks 0 to ``world_size`` - 1 from here on, since ``attempt``; 0: in all, as if planned so."""
+    """The run has ranks 0 to ``world_size`` - 1 from here on: a new attempt has others, or a rank has started more.
+
+    It is written before the first event of a rank that the plan does not have.
+    """
 
     world_size: WorldSize
     attempt: Count = 0
+    """The first attempt with these ranks, from 1; 0: all have them."""
 
 
 class RankState(Event, kw_only=True, tag="rank_state"):
@@ -137,8 +141,8 @@ class Step(Event, kw_only=True, tag="step"):
     """From 1."""
     steps: StepsCovered
     """Number of optimizer steps that this event covers."""
-    samples: Count
-    """Samples that this rank read in the covered steps."""
+    samples: Count | None = None
+    """Samples that this rank read in the covered steps; absent where not known (0 in earlier versions)."""
     loss: FiniteFloat | None = None
     """This rank's mean loss."""
     non_finite: list[str] = []
@@ -184,7 +188,7 @@ class Step(Event, kw_only=True, tag="step"):
     """Collectives of each process group, without those of DDP's buckets; their exposed parts are in
     ``sync_exposed_ms``, and in no phase."""
     calls: list[CollectiveCall] | None = None
-    """Single calls of these, in order, of the last covered step; recorded on detailed steps only."""
+    """Single calls of these, in order, of the last covered detailed step; absent without one."""
     memory_peak_bytes: Count | None = None
     """Peak memory of tensors on the GPU so far."""
     losses: list[FiniteFloat | None] | None = None
@@ -224,7 +228,7 @@ class Doing(Event, kw_only=True, tag="doing"):
         "data", "h2d", "batch", "loss", "forward", "backward", "sync", "gradients", "optimizer", "other", "group",
         "compile",
     ]  # fmt: skip
-    """``sync``: its own gradients are ready, and it waits for those of other ranks. ``group``: it waits for other ranks
+    """``sync``: it waits for other ranks in a collective, as for their gradients. ``group``: likewise
     outside of steps. ``compile``: torch.compile is at work. In a script's own loop, code between two phases: ``batch``
     from a batch to its forward pass, ``loss`` from a batch to its backward pass, ``gradients`` from the backward pass
     to the optimizer's step."""
@@ -234,6 +238,8 @@ class Doing(Event, kw_only=True, tag="doing"):
     """Time in this phase so far."""
     collectives: str = ""
     """Description of the rank's last collectives; empty if torch has recorded none."""
+    waits_in: str = ""
+    """Collective that it is blocked in, and its ``CollectiveGroup``, such as ``all_reduce of tp``."""
     line: str = ""
     """Innermost line of the user's code that the training thread is in, such as ``train.py:12 in augment``."""
 
@@ -310,6 +316,8 @@ class NodeSample(Event, kw_only=True, tag="node_sample"):
     """Memory of the machine, or the limit of its container."""
     record_free_bytes: Count | None = None
     """Space left on the disk of this node's record."""
+    log_bytes: Count | None = None
+    """Size of its node agent's log."""
     ranks: list[RankSample] = []
     gpus: list[GpuSample] = []
 
@@ -362,6 +370,8 @@ class Finding(Event, kw_only=True, tag="finding"):
     message: str = ""
     evidence: dict[str, FiniteFloat] = {}
     advice: str = ""
+    diagnosed: bool = False
+    """Whether it comes from the comparison of the record, which also clears it, not from a rank."""
 
 
 class RankStacks(Event, kw_only=True, tag="rank_stacks"):

@@ -58,11 +58,16 @@ def install(path: Path, rank: int, *, on_begin: Callable[[], None] = lambda: Non
         global _recording
         try:
             with own_package.own_package():
+                from trainer.telemetry.collectives import interception
                 from trainer.telemetry.instrument import patches
 
-            _recording = patches.patch(path, rank)
-            _recording.on_begin = on_begin
+            recording = _recording = patches.patch(path, rank)
+            recording.on_begin = on_begin
+            functional = interception.FUNCTIONAL_MODULE
+            after_import(functional, lambda: interception.wrap_functional(recording.collectives))
             after_import("torch._inductor.compile_fx", _recording.await_compiler)
+            for module, patch in patches.patch_later(_recording).items():
+                after_import(module, patch)
         except Exception as error:  # noqa: BLE001 - a script must train with an unknown version of torch too
             print(f"gputrain: not measured: {type(error).__name__}: {error}", file=sys.stderr)
 
