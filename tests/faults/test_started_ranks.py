@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench import Bench
+from bench import Bench, node_agent_pid
 from waiting import until
 
 from gputrain_tui.history.run_folders import Run
@@ -130,6 +130,28 @@ def _processes_of(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
+def test_on_two_nodes_the_ranks_are_those_of_the_whole_group(bench: Bench) -> None:
+    path = recipe(bench, "spawn", STEPS, starts_ranks=True, ranks=2)
+    path.write_text(path.read_text().replace("[train]", "[[cluster.nodes]]\ncpu_ranks = 2\n\n[train]"))
+    done = bench.call("run", path)
+    assert done.returncode == 0, done.stderr
+    state = state_of(bench.runs()[0])
+    assert {rank: (view.node, view.step, view.state) for rank, view in state.ranks.items()} == {
+        rank: (rank // 2, STEPS, "finished") for rank in range(4)
+    }
+
+
+@pytest.mark.slow
+def test_ranks_of_a_plan_that_start_ranks_each_are_a_finding(bench: Bench) -> None:
+    done = bench.call("run", recipe(bench, "spawn", STEPS, ranks=2))
+    assert done.returncode == 0, done.stderr
+    assert "the script of each starts ranks itself" in done.stderr
+    assert "starts_ranks = true" in next(
+        finding.advice for finding in state_of(bench.runs()[0]).findings.values() if finding.cause == "started_ranks"
+    )
+
+
+@pytest.mark.slow
 def test_results_are_bit_for_bit_those_without_gputrain(bench: Bench) -> None:
     bench.call("run", recipe(bench, "spawn", 200))
     (run,) = bench.runs()
@@ -146,8 +168,6 @@ def test_results_are_bit_for_bit_those_without_gputrain(bench: Bench) -> None:
 def test_ranks_end_with_a_killed_node_agent(bench: Bench) -> None:
     process = bench.start("run", recipe(bench, "processes", FOR_EVER))
     run = bench.await_training()
-    from bench import node_agent_pid
-
     os.kill(node_agent_pid(run), signal.SIGKILL)
     process.communicate()
     assert process.returncode == 1

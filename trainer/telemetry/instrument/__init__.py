@@ -86,8 +86,14 @@ def _follow_started(assignment: RankAssignment) -> None:
         assignment.report(RankReport(group=(rank, world_size)))
         return True
 
+    # A launched rank among others has no processes that train, unless by mistake.
+    is_alone = assignment.local_world_size == 1 or assignment.must_start_ranks
     started_process.follow(
-        assignment.started_ranks_socket, own_package, starts_ranks=assignment.must_start_ranks, own_group=own_group
+        assignment.started_ranks_socket,
+        own_package,
+        starts_ranks=assignment.must_start_ranks,
+        is_visible=is_alone,
+        own_group=own_group,
     )
 
 

@@ -20,20 +20,25 @@ SITE_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "started_
 """Folder that is first in the script's ``PYTHONPATH``."""
 
 
-def follow(address: str, own_package: Any, *, starts_ranks: bool, own_group: Callable[[int, int], bool]) -> None:
+def follow(
+    address: str, own_package: Any, *, starts_ranks: bool, is_visible: bool, own_group: Callable[[int, int], bool]
+) -> None:
     """Make the processes that this one starts ask to be ranks when they join a process group.
 
     Args:
         address: file of the node agent's socket.
         own_package: the module ``trainer.agent.own_package``.
         starts_ranks: whether the recipe says that the script starts its ranks.
+        is_visible: whether the script sees the two variables. If not, a process with variables that the script has
+            copied lacks them.
         own_group: called in each process that has joined, with its rank and world size; returns whether it is this one.
     """
     _own.append(own_package)
     described = [address, str(os.getpid()), str(int(starts_ranks)), *own_package.own_path()]
-    os.environ[STARTED] = "\n".join([sys.prefix, str(sys.hexversion), *described])
+    put = os.environ.__setitem__ if is_visible else os.putenv
+    put(STARTED, "\n".join([sys.prefix, str(sys.hexversion), *described]))
     users = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = SITE_FOLDER + (users and os.pathsep + users)
+    put("PYTHONPATH", SITE_FOLDER + (users and os.pathsep + users))
 
     def joined(rank: int, world_size: int) -> None:
         if not own_group(rank, world_size):  # a process that was forked from this one
@@ -60,7 +65,7 @@ def _join(rank: int, world_size: int, described: Sequence[str]) -> None:
         if not _own:
             _own.append(_load_own_package(path))
         with _own[0].own_package():
-            from trainer.telemetry.instrument import started_rank  # type: ignore[import-not-found, unused-ignore]
+            from trainer.telemetry.instrument import started_rank
 
             started_rank.join(address, int(plan_pid), rank, world_size, at_once=world_size > 1 or starts_ranks == "1")
     except Exception as error:  # noqa: BLE001 - whatever is wrong with these packages, the script goes on
@@ -72,7 +77,7 @@ def _load_own_package(path: Sequence[str]) -> Any:
     script_path, theirs = list(sys.path), _pop_trainer()
     sys.path[:] = path
     try:
-        from trainer.agent import own_package  # type: ignore[import-not-found, unused-ignore]
+        from trainer.agent import own_package
     finally:
         sys.path[:] = script_path
         ours = _pop_trainer()
@@ -105,7 +110,12 @@ def after_join(call: Callable[[int, int], None]) -> None:
 
     def wrap() -> None:
         module: Any = sys.modules[DISTRIBUTED]
-        original = module._update_default_pg
+        original = getattr(module, "_update_default_pg", None)
+        if original is None:
+            print(
+                f"gputrain: {DISTRIBUTED} is not torch's as known: no process is a rank by its group", file=sys.stderr
+            )
+            return
 
         def _update_default_pg(group: Any) -> None:
             original(group)
