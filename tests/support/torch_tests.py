@@ -16,7 +16,7 @@ FOLDERS = ("unit", "integration")
 
 @cache
 def imports(file: Path, wanted: str) -> bool:
-    """Return whether a file of the tests imports a module or one below it, by itself or by another file of the tests."""
+    """Return whether a file of the tests imports a module or one below it, by itself or by another of them."""
     modules = re.findall(r"^ *(?:from|import) ([\w.]+)", file.read_text(encoding="utf-8"), re.MULTILINE)
     if any(f"{module}.".startswith(f"{wanted}.") for module in modules):
         return True
