@@ -40,6 +40,10 @@ class LaunchCommand:
     """Whether the launcher chooses devices without regard to ``CUDA_VISIBLE_DEVICES``."""
     makes_group: bool | None = None
     """Whether the script makes a process group; None if that is unknown."""
+    typed: list[str] = field(default_factory=list)
+    """The command's words as they were given, those of ``bash -c`` among them."""
+    typed_arguments: int = 0
+    """How many of them, the last ones, are the script's arguments."""
     notes: list[str] = field(default_factory=list)
     """A line for each part of the command without counterpart in a recipe, or that the user has to complete."""
 
