@@ -146,7 +146,11 @@ def _script(arguments: Sequence[str], script_argv: Sequence[str] | None) -> Scri
         names = [flag for option in [*describe(Distributed), *flags] for flag in (option.flag, *option.aliases)]
         hint = nearest(unknown[0].partition("=")[0], names) or "; the script's own arguments follow --"
         raise RequestError(f"{quoted(unknown[0])} is not an option of the trainer{hint}")
-    return check(Script, values | {"script": str(path), "args": list(script_argv or ())}, where=_flag_names(flags))
+    script = check(Script, values | {"script": str(path), "args": list(script_argv or ())}, where=_flag_names(flags))
+    from trainer.contract.option_rules import require_one_launcher
+
+    require_one_launcher(script)
+    return script
 
 
 def _check_training(arguments: Sequence[str]) -> TrainingSpec:

@@ -63,9 +63,11 @@ def run(args: Namespace) -> int:
     elif args.shell:
         print(shell_commands(plan))
     elif args.sbatch:
+        from gputrain_tui.lifecycle.saving_time import saving_time_before
         from gputrain_tui.plan.batch_script import script
 
-        print(script(plan, name=recipe.name, options=recipe.slurm), end="")
+        saving_s = saving_time_before(recipe)
+        print(script(plan, name=recipe.name, options=recipe.slurm, saving_s=saving_s), end="")
     else:
         print(report(plan, recipe.name))
     return ExitCode.FINISHED

@@ -82,6 +82,7 @@ def closing_lines(state: RunState, width: int, *, host: str = "") -> list[list[P
         over = f"in {_seconds(rates.stepping_s)} of steps"
         text = "  ".join(filter(None, [f"{number(rate)} {unit}", further_rates(rates), over]))
         lines.append([(f"{'all ranks' if len(state.ranks) > 1 else 'rate':<11}", "dim"), (text, "")])
+    lines += [[("not seen   ", "dim"), (text, "dim")] for text in _unseen(state)]
     for split in ("valid", "test"):
         validation = state.last_validation(split)
         if validation is not None:
@@ -101,6 +102,17 @@ def closing_lines(state: RunState, width: int, *, host: str = "") -> list[list[P
         lines.append([("sample", "dim")])
         lines += [[("  │ ", "dim"), (line, "")] for line in state.sample.text.splitlines()]
     return lines
+
+
+def _unseen(state: RunState) -> list[str]:
+    """Return what was not seen of a script's steps, and why; nothing where no step was."""
+    totals = [view.totals for view in state.ranks.values() if view.totals.steps]
+    unseen = []
+    if totals and not any(sums.samples for sums in totals):
+        unseen.append("samples: no batch was seen whose tensors have one leading dimension")
+    if totals and all(sums.whole_steps and sums.share("data") is None for sums in totals):
+        unseen.append("the wait for data: it comes from no torch DataLoader (trainer.watch times any: watched.batches)")
+    return unseen
 
 
 def _seconds(seconds: float) -> str:
@@ -132,7 +144,7 @@ def attempt_lines(state: RunState) -> list[list[Piece]]:
 def status_line(state: RunState) -> list[Piece]:
     """Return the last line of the report: status, duration, steps and samples, where they are counted."""
     took = f" in {duration(elapsed)}" if (elapsed := state.elapsed_s) is not None else ""
-    samples = sum(view.totals.samples for view in state.ranks.values())
+    samples = sum(view.totals.samples for view in (*state.ranks.values(), *state.former.values()))
     status = state.status
     style = "alarm" if status == "failed" else "bold"
     steps = f", {state.step} step{'s' * (state.step != 1)}" + f", {samples:,} samples" * bool(samples)
@@ -142,6 +154,8 @@ def status_line(state: RunState) -> list[Piece]:
         steps = f"; {state.record_gap}; recorded: {steps.removeprefix(', ')}"
     elif not state.step and (state.unmeasured or status == "finished"):
         steps = f"; {state.unmeasured or 'no step was measured'}"
+    if state.former:
+        steps += f", {len(state.ranks)} of {len(state.ranks) + len(state.former)} ranks at the end"
     only_evaluated = not state.step and state.validations
     findings = [each for each in state.findings.values() if each.kind != "record_incomplete" or not state.record_gap]
     condition = run_mark(roll_up(findings, state.ranks))

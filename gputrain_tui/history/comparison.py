@@ -19,7 +19,7 @@ from gputrain_tui.state.figures import Throughput, mean_share, samples_per_s, st
 from gputrain_tui.state.step_losses import newest_loss
 from gputrain_tui.state.totals import ZERO_TOTALS, Totals
 from trainer.contract.builtin_tasks import BUILT_IN
-from trainer.contract.record import AnyEvent, RunEnded, RunStarted, Step, Validation
+from trainer.contract.record import AnyEvent, RunEnded, RunStarted, Step, Validation, World
 
 MIN_RUNS, MAX_RUNS = 2, 6
 """Runs that can be compared at once: a terminal can show six distinct colours."""
@@ -110,6 +110,11 @@ class CurveHistory:
             self._started = event.time
         elif isinstance(event, Validation):
             self.validations.append(event)
+        elif isinstance(event, World):
+            self.series.change_world(event.world_size)
+            for by_rank in (self._newest, self._totals):  # figures are of the ranks that are left
+                for rank in [rank for rank in by_rank if rank >= event.world_size]:
+                    del by_rank[rank]
         elif isinstance(event, RunEnded):
             self.series.flush()  # a rank that was killed has not recorded its last step
 

@@ -1,4 +1,4 @@
-"""Reads ``plan.json`` and ``slurm.json`` of a run directory."""
+"""Reads ``plan.json``, ``slurm.json`` and ``submission.json`` of a run directory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from gputrain_tui.plan.planner import Plan, stop_grace
 from trainer.contract.errors import RecordError
-from trainer.contract.record import MAX_RANKS, RunDir
+from trainer.contract.record import RunDir
 from trainer.contract.record.numbers import Count
 from trainer.contract.record.regular_file import read_json
 
@@ -22,6 +22,28 @@ class SlurmJob(msgspec.Struct, kw_only=True):
     """Its hosts in the order of the plan; empty before Slurm has chosen them."""
     batch: bool = False
     """Whether the run's supervisor is the job's script."""
+    earlier: list[Count] = []
+    """Numbers of the jobs before, each of which has submitted the next."""
+    excluded: list[str] = []
+    """Hosts that failed, which Slurm is asked to leave out."""
+
+
+class SlurmSubmission(msgspec.Struct, kw_only=True):
+    """Contents of ``submission.json``: what ``sbatch`` was given for the job of a run."""
+
+    arguments: list[str]
+    script: str
+
+
+_submission = msgspec.json.Decoder(SlurmSubmission)
+
+
+def read_submission(run: RunDir) -> SlurmSubmission | None:
+    """Read what ``sbatch`` was given; None where a run was not submitted, or by an earlier version."""
+    try:
+        return read_json(run.submission, _submission)
+    except RecordError:
+        return None
 
 
 _job = msgspec.json.Decoder(SlurmJob)
@@ -55,11 +77,3 @@ def read_plan(run: RunDir) -> Plan:
         if not is_valid:
             raise RecordError(f"{run.plan} is damaged: node {index} has no valid command")
     return plan
-
-
-def planned_world_size(run: RunDir) -> int:
-    """Return the world size by a run's plan; the maximum where that cannot be read."""
-    try:
-        return read_plan(run).world_size
-    except RecordError:
-        return MAX_RANKS

@@ -44,6 +44,8 @@ WORDS = {
 
 UNSEEN = "does not see the run directory"
 """Message of a host of a job whose file system is another one."""
+UNSEEN_SAVES = "does not see the save folder"
+"""Message of a host that does not see the checkpoints of another one, from which ``slurm.requeue`` continues."""
 NO_FOLDER = "has no folder"
 """Message of a host of a job without the folder in which its ranks are to start."""
 
@@ -94,9 +96,14 @@ def _hosts(abbreviated: str) -> list[str]:
     return _call(["scontrol", "show", "hostnames", abbreviated]).split()
 
 
-def submit(argv: Sequence[str], script: str) -> int:
-    """Submit a batch script; return the job's number."""
-    return int(_call(["sbatch", "--parsable", *argv], script).partition(";")[0])
+def submit(argv: Sequence[str], script: str, environ: Mapping[str, str] | None = None) -> int:
+    """Submit a batch script, with another environment if given; return the job's number."""
+    return int(_call(["sbatch", "--parsable", *argv], script, environ=environ).partition(";")[0])
+
+
+def submitter_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment in which a job submits another one: without Slurm's variables about itself."""
+    return {name: value for name, value in environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
 
 
 def test(argv: Sequence[str], script: str) -> str:
@@ -111,6 +118,11 @@ def requeue(number: int) -> None:
         RequestError: Slurm refuses, with its message in one line.
     """
     _call(["scontrol", "requeue", str(number)])
+
+
+def exclude(number: int, hosts: str) -> None:
+    """Have a pending job leave out hosts, given as Slurm abbreviates them."""
+    _call(["scontrol", "update", f"JobId={number}", f"ExcNodeList={hosts}"])
 
 
 def job(number: int) -> Job | None:
@@ -190,11 +202,22 @@ def _steps(number: int) -> list[list[str]]:
 
 
 def _call(
-    argv: Sequence[str], script: str | None = None, *, from_stderr: bool = False, timeout_s: float = COMMAND_TIMEOUT_S
+    argv: Sequence[str],
+    script: str | None = None,
+    *,
+    from_stderr: bool = False,
+    timeout_s: float = COMMAND_TIMEOUT_S,
+    environ: Mapping[str, str] | None = None,
 ) -> str:
     try:
         done = subprocess.run(
-            argv, input=script or "", capture_output=True, text=True, errors="replace", timeout=timeout_s
+            argv,
+            input=script or "",
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            env=environ,
         )
     except FileNotFoundError:
         raise RequestError(f"there is no {argv[0]} on this machine; use a machine that has Slurm's commands") from None

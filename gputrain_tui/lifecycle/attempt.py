@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -41,6 +41,14 @@ def failed(kind: str, message: str, *, host: str | None = None, rank: int | None
     """Return the result of a run that has failed now."""
     failure = Failure(time=time.time(), kind=kind, host=host, rank=rank, message=message)
     return AttemptResult(status="failed", failure=failure)
+
+
+def with_note(ended: AttemptResult, note: str) -> AttemptResult:
+    """Return a result with a note after its reason, or after the message of its failure."""
+    if ended.failure is None:
+        return replace(ended, reason=f"{ended.reason}, {note}")
+    failure = msgspec.structs.replace(ended.failure, message=f"{ended.failure.message}; {note}")
+    return replace(ended, failure=failure)
 
 
 @dataclass

@@ -74,15 +74,24 @@ def next_plan(plan: Plan, run_dir: RunDir) -> Plan:
     Scripts get no ``--resume``: they load their checkpoints themselves.
     """
     init_method = fresh_init_method(plan.init_method) if plan.init_method else None
-    resume = resumable_checkpoint(run_dir)
     nodes = []
     for node in plan.nodes:
         arguments = with_flag(node.argv, INIT_FLAG, init_method) if init_method else node.argv
+        nodes.append(msgspec.structs.replace(node, argv=list(arguments)))
+    return with_resume(msgspec.structs.replace(plan, nodes=nodes, init_method=init_method), run_dir)
+
+
+def with_resume(plan: Plan, run_dir: RunDir) -> Plan:
+    """Return the plan with ``--resume`` if there is a checkpoint and the run is of a task."""
+    resume = resumable_checkpoint(run_dir)
+    nodes = []
+    for node in plan.nodes:
+        arguments = node.argv
         if resume is not None and SCRIPT_FLAG not in arguments:
             arguments = with_flag(arguments, RESUME_FLAG, str(resume))
             arguments = with_flag(arguments, RUN_FLAG, run_named_by(run_dir, resume))
         nodes.append(msgspec.structs.replace(node, argv=list(arguments)))
-    return msgspec.structs.replace(plan, nodes=nodes, init_method=init_method)
+    return msgspec.structs.replace(plan, nodes=nodes)
 
 
 def fresh_init_method(init_method: str) -> str:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ from gputrain_tui.lifecycle.attempt import (
     delete_temporary_files,
     failed,
     read_attempt,
+    with_note,
     write_attempt,
 )
 from gputrain_tui.lifecycle.diagnosis_watch import RunDiagnosis
@@ -130,6 +132,7 @@ class Supervisor:
             if isinstance(again, AttemptResult):
                 return again
             plan = self._plan = again
+            self._gaps.change_plan(plan)
 
     def _launch(self, plan: Plan) -> Attempt:
         attempt = Attempt(since=attempt_outcome.event_file_sizes(self.dir), tmp=self._tmp)
@@ -223,7 +226,7 @@ class Supervisor:
             failure = self._diagnosis.lost_host(list(attempt.running.values()), self._plan)
         else:
             self._record(self._diagnosis.check())
-            self._status_writer.validated(self._diagnosis.state)
+            self._status_writer.follow(self._diagnosis.state)
             failure = self._diagnosis.ended_by_network(self._network, self._plan)
             failure = failure or self._diagnosis.ended_by_hang(self._plan)
         if failure is not None:
@@ -305,10 +308,12 @@ class Supervisor:
         if state is not None and self._status_writer.missing_record:
             state.add_gap(time.time(), self._status_writer.missing_record)
         if self._launcher.continues(ended, self.dir) and not left and state is not None and state.has_progressed:
-            self._status_writer.requeued(ended)
-            if not (problem := self._launcher.requeue(ended, self.dir)):
+            requested_at = self._stop_request.requested_at
+            saving_s = None if requested_at is None else time.time() - requested_at
+            record = partial(self._status_writer.requeued, ended)
+            if not (problem := self._launcher.requeue(ended, self.dir, saving_s=saving_s, record=record)):
                 return ExitCode.STOPPED
-            ended = replace(ended, reason=f"{ended.reason}, and does not go on: {problem}")
+            ended = with_note(ended, f"and does not go on: {problem}")
         code = self._status_writer.close(ended, left=left, state=state)
         if self._report is not None:
             self._report.end(self._status_writer, is_interrupted=lambda: self._stop_request.level > level)
@@ -334,6 +339,9 @@ def main() -> int:
             return ExitCode.REFUSED
         plan = read_plan(run_dir)
         node_launcher = launcher(plan.launcher)
+        if not adopting and (refusal := node_launcher.refusal(run_dir)):
+            print(f"gputrain: {refusal}", file=sys.stderr)
+            return ExitCode.REFUSED
         if arguments[-1].startswith(CHANNELS):
             from gputrain_tui.hosts.ssh import keep_inherited  # imported only for a run over ssh
 

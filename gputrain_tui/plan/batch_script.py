@@ -7,6 +7,7 @@ the allocation.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
 
@@ -25,8 +26,17 @@ CORE_OPTIONS = ("-c", "--cpus", "--exclusive", "--oversubscribe")
 """Beginnings of the options of sbatch that set the cores of a node; without any, a job takes whole nodes."""
 
 
-def sbatch_arguments(plan: Plan, options: SlurmOptions, *, name: str, output: str) -> list[str]:
-    """Return the arguments of ``sbatch`` for the nodes of a plan: a heterogeneous job if their GPU counts differ."""
+SIGNAL = "--signal=B:USR1@"
+"""Option of ``sbatch`` for a signal to the supervisor, with the seconds before the time limit after it."""
+
+
+def sbatch_arguments(
+    plan: Plan, options: SlurmOptions, *, name: str, output: str, saving_s: float | None = None
+) -> list[str]:
+    """Return the arguments of ``sbatch`` for the nodes of a plan: a heterogeneous job if their GPU counts differ.
+
+    ``saving_s``: how long saving took before, seconds; None if unknown.
+    """
     hosts = [address_of(node.host) for node in plan.nodes]
     counts = [_gpus(node) for node in plan.nodes]
     components = [(len(list(alike)), count) for count, alike in itertools.groupby(counts)]
@@ -42,27 +52,82 @@ def sbatch_arguments(plan: Plan, options: SlurmOptions, *, name: str, output: st
             arguments.append(f"--gpus-per-node={options.gpu_type + ':' if options.gpu_type else ''}{gpus}")
         arguments += options.extra
     if options.requeue:
-        arguments[:0] = ["--requeue", f"--signal=B:USR1@{save_before_limit_s(options)}"]
+        arguments[:0] = ["--requeue", f"{SIGNAL}{save_before_limit_s(options.time, saving_s)}"]
     return arguments
 
 
-def save_before_limit_s(options: SlurmOptions) -> int:
-    """Return how long before its time limit a job that requeues itself gets SIGUSR1, seconds.
+def save_before_limit_s(limit: str | None, saving_s: float | None = None) -> int:
+    """Return how long before its time limit a job is signalled to save, seconds.
 
-    That is two minutes, and for a short limit a quarter of it.
+    That is twice the time that saving took, ``saving_s``, and half a minute; two minutes while that is unknown. It is
+    at most half of the limit, and a quarter while unknown.
+
+    Args:
+        limit: the time limit as ``sbatch`` takes it; None for that of the partition.
+        saving_s: from the stop request to the end of all processes, or a write of a checkpoint, seconds.
     """
-    most_s = 120
-    match = re.fullmatch(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?", options.time or "")
+    wanted_s, share = (120, 4) if saving_s is None else (math.ceil(2 * saving_s + 30), 2)
+    limit_s = _seconds(limit)
+    return wanted_s if limit_s is None else max(1, min(wanted_s, limit_s // share))
+
+
+def _seconds(limit: str | None) -> int | None:
+    """Return a time limit in seconds; None without one that is a number."""
+    match = re.fullmatch(r"(?:(?P<d>\d+)-)?(?P<a>\d+)(?::(?P<b>\d+))?(?::(?P<c>\d+))?", limit or "")
     if match is None:
-        return most_s
+        return None
     first, second, third = (int(match[name] or 0) for name in "abc")
     if match["d"] is not None:  # D-HH[:MM[:SS]]
-        limit_s = (int(match["d"]) * 24 + first) * 3600 + second * 60 + third
-    elif match["c"] is not None:  # HH:MM:SS
-        limit_s = first * 3600 + second * 60 + third
-    else:  # MM[:SS]
-        limit_s = first * 60 + second
-    return max(1, min(most_s, limit_s // 4))
+        return (int(match["d"]) * 24 + first) * 3600 + second * 60 + third
+    if match["c"] is not None:  # HH:MM:SS
+        return first * 3600 + second * 60 + third
+    return first * 60 + second  # MM[:SS]
+
+
+def signal_before_limit_s(arguments: Sequence[str]) -> int | None:
+    """Return how long before its time limit a job of these arguments of ``sbatch`` is signalled; None if it is not."""
+    return next((int(word.removeprefix(SIGNAL)) for word in arguments if word.startswith(SIGNAL)), None)
+
+
+def with_signal(arguments: Sequence[str], before_limit_s: int) -> list[str]:
+    """Return arguments of ``sbatch`` with another time of the signal to save, seconds before the time limit."""
+    return [f"{SIGNAL}{before_limit_s}" if word.startswith(SIGNAL) else word for word in arguments]
+
+
+def successor_arguments(arguments: Sequence[str], *, after: int, excluded: str = "") -> list[str]:
+    """Return the arguments of ``sbatch`` for a job that starts when another one of the same run is over.
+
+    Words at the end of a component go before the same options of the recipe, as ``sbatch`` takes the last.
+
+    Args:
+        arguments: of the job before.
+        after: its number.
+        excluded: hosts to leave out, as Slurm abbreviates them.
+    """
+    components: list[list[str]] = [[]]
+    for word in arguments:
+        if word == ":":
+            components.append([])
+        else:
+            components[-1].append(word)
+    components[0].append(f"--dependency=afterany:{after}")
+    if excluded:
+        components = [[*words, f"--exclude={excluded}"] for words in components]
+    return [word for index, words in enumerate(components) for word in ([":"] if index else []) + words]
+
+
+def excluded_by(arguments: Sequence[str]) -> list[str]:
+    """Return the host lists that arguments of ``sbatch`` leave out, as ``--exclude`` or ``-x``."""
+    before = ["", *arguments]
+    found = []
+    for previous, word in zip(before, arguments, strict=False):
+        if previous in ("-x", "--exclude"):
+            found.append(word)
+        elif word.startswith("--exclude="):
+            found.append(word.removeprefix("--exclude="))
+        elif word.startswith("-x") and word != "-x":
+            found.append(word.removeprefix("-x"))
+    return list(dict.fromkeys(found))
 
 
 def _resource_arguments(options: SlurmOptions) -> list[str]:
@@ -97,8 +162,11 @@ def supervisor_script(run_dir: str, *, python: str, setup: str | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def script(plan: Plan, *, name: str, options: SlurmOptions | None = None) -> str:
-    """Return a script for ``sbatch``; interpreter, working directory and data of the plan must exist on every node."""
+def script(plan: Plan, *, name: str, options: SlurmOptions | None = None, saving_s: float | None = None) -> str:
+    """Return a script for ``sbatch``; interpreter, working directory and data of the plan must exist on every node.
+
+    ``saving_s``: how long saving took before, seconds; None if unknown.
+    """
     counts = [_gpus(node) for node in plan.nodes]
     hosts = [address_of(node.host) for node in plan.nodes]
     nameless = [host for host in hosts if is_loopback(host) or is_address(host) or is_pending(host)]
@@ -122,6 +190,9 @@ def script(plan: Plan, *, name: str, options: SlurmOptions | None = None) -> str
         head.append(f"#SBATCH --nodelist={printable(','.join(hosts))}")  # a line break would begin a line of its own
     if counts[0] and len(set(counts)) == 1:
         head.append(f"#SBATCH --gpus-per-node={counts[0]}")
+    limit = None if options is None else options.time
+    head.append("# Time to save before the limit: the signal goes to the steps, which end.")
+    head.append(f"#SBATCH --signal=USR1@{save_before_limit_s(limit, saving_s)}")
     if options is not None:
         arguments = [*_resource_arguments(options), *options.extra]
         head += [f"#SBATCH {printable(shell_quoted(word))}" for word in arguments if word != "--exclusive"]

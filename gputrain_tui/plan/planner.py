@@ -103,6 +103,7 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
         finds_port=world_size > 1 and recipe.cluster.port == 0 and recipe.cluster.init_method in ("auto", "env://"),
     )
     _check_spare(recipe, run, machines, local)
+    _check_min_ranks(recipe, run)
     common_flags = [*to_flags(recipe.launch), *_training_flags(recipe)]
     first_rank = 0
     for index, assigned in enumerate(assignments):
@@ -335,6 +336,17 @@ def _check_spare(recipe: Recipe, run: Plan, machines: Sequence[str], local: Loca
             raise RequestError(f"{where} has {quoted(host)}, which is a node: name a host once, in nodes or in spare")
         if is_loopback(address_of(host)) or (THIS_MACHINE in machines and is_local(host, local)):
             raise RequestError(f"{where} has {quoted(host)}, which is this machine: name a host that all others reach")
+
+
+def _check_min_ranks(recipe: Recipe, run: Plan) -> None:
+    """Raise for a minimum of ranks that the run does not have, or where no host can be lost."""
+    least, where = recipe.cluster.min_ranks, recipe.where("cluster", "min_ranks")
+    if least is None:
+        return
+    if least > run.world_size:
+        raise RequestError(f"{where} is {least}, but the run has {run.world_size} ranks: give 1 to {run.world_size}")
+    if run.launcher != "ssh":
+        raise RequestError(f"{where} needs nodes on other hosts, started over ssh, but the launcher is {run.launcher}")
 
 
 def _environment(

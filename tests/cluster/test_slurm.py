@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -451,38 +451,171 @@ def release(cluster: Slurm, number: int) -> None:
     wait_until(is_running, "it has left the queue")
 
 
-@pytest.mark.parametrize("limits", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_run_with_requeue_goes_on_after_each_time_limit_as_one_run(user: SlurmUser, limits: int) -> None:
-    """The signal that the job asks for comes before the limit; here it is sent at once."""
-    steps = 2000 * limits  # the signal comes long before the last
+@pytest.mark.parametrize(
+    "ways", [("requeue", "successor"), pytest.param(("limit", "limit", "limit"), marks=pytest.mark.slow)]
+)
+def test_a_run_with_requeue_goes_on_after_each_time_limit_as_one_run(user: SlurmUser, ways: tuple[str, ...]) -> None:
+    """The signal that the job asks for comes before the limit.
+
+    It is sent at once, except at a ``limit``, where Slurm sends it within half a minute.
+    """
+    steps, pause = (1000, {"pause_s": 0.1}) if "limit" in ways else (1200, {})  # the signal comes long before the last
     cluster = user.cluster
     straight = SlurmUser(cluster, user.folder / "straight")
     straight.folder.mkdir()
     text = recipe([None, None], [2, 1], max_updates=steps) + "[slurm]\n"
     (straight.folder / "long.toml").write_text(text)
-    straight.run("run", "long.toml")
+    assert straight.start("run", "long.toml").wait(3 * LIMIT_S) == 0
+    text = recipe([None, None], [2, 1], max_updates=steps, task=pause) + "[slurm]\n"
     (user.folder / "long.toml").write_text(text + "requeue = true\n")
     process = user.start("run", "long.toml")
-    for times in range(1, limits + 1):
+    for times, way in enumerate(ways, 1):
         wait_until(lambda: starts(user.record()) == times, "it trains", [process])  # noqa: B023
-        cluster.run("scancel", "--batch", "--signal=USR1", str(user.job()))
-        wait_until(lambda: user.status()["status"] == "queued", "it is in the queue", [process])
-        assert user.status()["message"].startswith("its time limit in Slurm is near at step ")
-        release(cluster, user.job())
-    assert process.wait(LIMIT_S) == 0, (user.status(), (user.folder / "output").read_text()[-3000:])
+        job = user.job()
+        if way == "successor":
+            cluster.run("scontrol", "update", f"JobId={job}", "Requeue=0")
+        if way == "limit":
+            _, minutes, _ = cluster.job(job)["RunTime"].split(":")
+            cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={int(minutes) + 2}")
+        else:
+            cluster.run("scancel", "--batch", "--signal=USR1", str(job))
+        wait_until(lambda: requeues(user.record()) == times, "it is in the queue", [process])  # noqa: B023
+        if way == "successor":
+            assert cluster.job(job)["JobState"] != "PENDING"
+            assert user.job() != job
+        else:
+            cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
+            release(cluster, job)
+    assert process.wait(3 * LIMIT_S) == 0, (user.status(), (user.folder / "output").read_text()[-3000:])
     assert (user.status()["status"], user.status().get("restarts", 0)) == ("finished", 0)
-    assert starts(user.record()) == limits + 1
-    for rank in range(3):
-        done = 0
-        for event in events(user.record(), rank):
-            if event["type"] == "step":
-                assert event["step"] - event.get("steps", 1) == done
-                done = event["step"]
-        assert done == steps
+    assert starts(user.record()) == len(ways) + 1
+    assert losses(user.record()) == losses(straight.record())
     assert parameters(user.record()) == parameters(straight.record())
     own = events(user.record(), "run")
-    assert sum(event.get("kind") == "requeued" for event in own) == limits
+    assert [event["message"].split(" at step ")[0] for event in own if event.get("kind") == "requeued"] == [
+        "its time limit in Slurm is near"
+    ] * len(ways)
     assert sum(event["type"] == "run_ended" for event in own) == 1
+    if "successor" in ways:
+        note = f"; job {user.job()} follows job {user.job() - 1} (Slurm does not requeue job {user.job() - 1})"
+        printed = " ".join((user.folder / "output").read_text().split())
+        assert note in printed
+        assert f"queued as job {user.job()} in main: Dependency" in printed
+        words = ("python", "-P", "-m", "gputrain_tui.lifecycle.supervisor", user.record())
+        late = cluster.run("env", f"SLURM_JOB_ID={user.job() - 1}", *words, check=False)
+        assert (late.returncode, late.stderr) == (
+            3,
+            f"gputrain: job {user.job() - 1} may not train {user.record().name}, whose job is {user.job()} now\n",
+        )
+
+
+def requeues(record: Path) -> int:
+    return sum(event.get("kind") == "requeued" for event in events(record, "run"))
+
+
+def losses(record: Path) -> list[list[str]]:
+    """Return the loss of each step on each rank, as several in an event are rounded; every step must be there once."""
+    curves = []
+    for rank in range(3):
+        curve: list[str] = []
+        for event in events(record, rank):
+            if event["type"] == "step":
+                assert event["step"] - event.get("steps", 1) == len(curve)
+                single = event.get("losses") or [event.get("loss")]  # none where the rank's batch was empty
+                curve += ["" if loss is None else f"{loss:.7g}" for loss in single]
+                assert event["step"] == len(curve)
+        curves.append(curve)
+    return curves
+
+
+NO_REQUEUE_AT_ALL = '[slurm]\nrequeue = true\nextra = ["--no-requeue"]\n'
+
+
+def test_a_run_goes_on_without_the_node_that_failed_in_a_successor_that_stop_reaches(user: SlurmUser) -> None:
+    cluster = user.cluster
+    text = (user.folder / "endless.toml").read_text().replace("[slurm]\n", NO_REQUEUE_AT_ALL)
+    (user.folder / "endless.toml").write_text(text)
+    user.run("run", "endless.toml", "--detach")
+    user.await_steps()
+    lost = user.job()
+    cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")
+    try:
+        wait_until(lambda: requeues(user.record()) == 1, "there is a successor")
+    finally:
+        cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME", check=False)
+    wait_until(lambda: starts(user.record()) == 2, "it trains again")
+    (finding,) = [event for event in events(user.record(), "run") if event.get("kind") == "requeued"]
+    assert finding["host"] == "n2"
+    assert re.match(
+        rf"{LOST_N2}; .*; job {user.job()} follows job {lost}; leaving out n2, which failed", finding["message"]
+    )
+    assert json.loads((user.record() / "slurm.json").read_text())["nodes"] == ["n1", "n3"]
+    assert cluster.job(user.job())["ExcNodeList"] == "n2"
+    user.run("stop", "last")
+    assert user.status()["message"].startswith("stopped by `gputrain stop` at step ")
+    cluster.wait(user.job())
+
+
+@pytest.mark.slow
+def test_the_command_that_follows_a_run_submits_the_successor_of_a_job_whose_first_host_died(user: SlurmUser) -> None:
+    cluster, host = user.cluster, user.cluster.nodes[0]
+    text = (user.folder / "endless.toml").read_text().replace("[slurm]\n", NO_REQUEUE_AT_ALL)
+    (user.folder / "endless.toml").write_text(text)
+    process = user.start("run", "endless.toml")
+    user.await_steps()
+    first = user.job()
+    cluster.kill_node(host)
+    for pid in host.processes():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    try:
+        wait_until(lambda: starts(user.record()) == 2, "it trains again", [process])
+        (finding,) = [event for event in events(user.record(), "run") if event.get("kind") == "requeued"]
+        assert (
+            finding["message"] == f"Slurm lost n1; job {user.job()} follows job {first}; leaving out n1, which failed"
+        )
+        assert json.loads((user.record() / "slurm.json").read_text())["nodes"] == ["n3", "n2"]
+        user.run("stop", "last")
+        assert process.wait(LIMIT_S) == 130
+        assert user.status()["message"].startswith("stopped by `gputrain stop` at step ")
+    finally:
+        cluster.start_node(host)
+        cluster.run("scancel", "--user=root")
+        cluster.wait_idle()
+
+
+@pytest.mark.parametrize("way", ["stop", "refused"])
+def test_a_successor_that_waits_is_cancelled_by_stop_and_one_that_slurm_refuses_is_named(
+    user: SlurmUser, way: str
+) -> None:
+    cluster = user.cluster
+    text = (user.folder / "endless.toml").read_text().replace("[slurm]\n", NO_REQUEUE_AT_ALL)
+    (user.folder / "endless.toml").write_text(text.replace('requeue"]', 'requeue", "--begin=now+1hour"]'))
+    process = user.start("run", "endless.toml")
+    wait_until(lambda: (user.record() / "slurm.json").exists(), "it is submitted", [process])
+    first = user.job()
+    cluster.run("scontrol", "update", f"JobId={first}", "StartTime=now")
+    user.await_steps()
+    if way == "refused":
+        cluster.run("scontrol", "update", "PartitionName=main", "State=INACTIVE")
+    try:
+        cluster.run("scancel", "--batch", "--signal=USR1", str(first))
+        if way == "stop":
+            wait_until(lambda: user.status()["status"] == "queued", "it is in the queue", [process])
+            queued = f"queued as job {user.job()} in main: "
+            wait_until(lambda: queued in (user.folder / "output").read_text(), "the wait is shown", [process])
+            user.run("stop", "last")
+            assert cluster.job(user.job())["JobState"] == "CANCELLED"
+        assert process.wait(LIMIT_S) == 130
+    finally:
+        cluster.run("scontrol", "update", "PartitionName=main", "State=UP")
+    message = user.status()["message"]
+    assert (user.job() == first) == (way == "refused")
+    if way == "refused":
+        assert message.startswith("its time limit in Slurm is near, and does not go on: ")
+        assert f"Slurm does not requeue job {first}; its successor was refused: sbatch: " in message
+    else:
+        assert message.startswith("it was cancelled in Slurm at step ")
 
 
 def starts(record: Path) -> int:
@@ -534,6 +667,22 @@ def test_a_run_directory_that_a_node_does_not_see_is_reported_in_one_line(
         assert f"{who} does not see the run directory {home}/runs/" in ended.stderr
     finally:
         host.run("umount", "--lazy", home)
+
+
+def test_requeue_with_a_save_folder_that_a_node_does_not_see_is_refused_before_the_training(user: SlurmUser) -> None:
+    saves, host = user.folder / "saves", user.cluster.nodes[1]
+    saves.mkdir()
+    host.run("mount", "-t", "tmpfs", "tmpfs", saves)
+    try:
+        words = ("run", "recipe.toml", "--set", "slurm.requeue=true", "--set", f"train.save_dir={saves}")
+        ended = user.run(*words, check=False)
+    finally:
+        host.run("umount", "--lazy", saves)
+    assert (ended.returncode, user.status()["exit_code"]) == (3, 3), ended.stderr
+    line = f"n2 does not see the save folder {saves}: slurm.requeue needs one that all nodes see; remove train.save_dir"
+    assert line in " ".join(ended.stderr.split())
+    assert not is_training(user.record(), 0)
+    assert not list(saves.iterdir())
 
 
 @pytest.mark.slow

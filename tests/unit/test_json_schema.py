@@ -67,6 +67,8 @@ RULES: list[tuple[str, dict[str, Any], str]] = [
     ("cluster", {"spare": "h", "max_restarts": 0}, r"cluster\.spare is used at a restart, but cluster\.max_restarts"),
     ("cluster", {"spare": ["h", "h"], "max_restarts": 1}, r"cluster\.spare has '.*', which is (named twice|a node)"),
     ("cluster", {"spare": "h", "launcher": "local"}, r"cluster\.spare needs cluster\.launcher = \"ssh\", but it is"),
+    ("cluster", {"min_ranks": 1, "max_restarts": 0}, r"cluster\.min_ranks is used at a restart, but cluster\.max_"),
+    ("cluster", {"min_ranks": 1, "launcher": "local"}, r"cluster\.min_ranks needs cluster\.launcher = \"ssh\", but"),
     ("train", {"required_batch_size_multiple": 2}, r"train\.required_batch_size_multiple cuts the batches"),
     ("train", {"batch_size": [1, 2], "max_tokens": 9}, r"train\.batch_size has \d+ values, but train\.max_tokens"),
     ("train", {"task": "mnist", "max_tokens": 9}, r"train\.max_tokens needs the tokens of each sample"),

@@ -10,7 +10,7 @@ from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.hosts.slurm_commands import parse_job
 from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.lifecycle.launchers.slurm_cause import log_sizes, with_slurm_cause
-from gputrain_tui.lifecycle.launchers.slurm_launcher import place_on_allocation
+from gputrain_tui.lifecycle.launchers.slurm_launcher import SlurmLauncher, place_on_allocation
 from gputrain_tui.plan.batch_script import sbatch_arguments, supervisor_script
 from gputrain_tui.plan.planner import Plan, plan
 from gputrain_tui.recipe.build import build
@@ -64,6 +64,10 @@ def test_one_entry_stands_for_all_nodes_and_the_table_is_kept_when_a_recipe_is_w
     [
         ("[slurm]\npartiton = 'a'\n", "r.toml:2: slurm.partiton is not known; did you mean 'partition'?"),
         ("[slurm]\nnodes = 0\n", "r.toml:2: slurm.nodes is 0, but must be an integer >= 1"),
+        (
+            "[slurm]\nrequeue = true\n[cluster]\nlauncher = 'ssh'\n",
+            'r.toml:2: slurm.requeue needs Slurm, but cluster.launcher is "ssh": keep one',
+        ),
         ("slurm = 3\n", "r.toml:1: slurm is 3, but must be a table"),
         (
             "[slurm]\nnodes = 2\n[[cluster.nodes]]\nhost = 'n1'\ngpus = 1\n",
@@ -76,6 +80,18 @@ def test_a_recipe_that_slurm_cannot_run_is_refused(text: str, message: str) -> N
     with pytest.raises(RequestError) as refused:
         plan(recipe(text), {}, local=LOGIN)
     assert message in str(refused.value)
+
+
+def test_requeue_needs_checkpoints_and_a_job_that_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "[slurm]\nrequeue = true\n[[cluster.nodes]]\ngpus = 1\n"
+    with pytest.raises(
+        RequestError, match=r"r.toml:2: slurm.requeue goes on from a checkpoint, but train.save is false"
+    ):
+        recipe(text, "train.save=false")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    (result,) = SlurmLauncher().check(recipe(text), plan(recipe(text), {}, local=LOGIN))
+    assert (result.status, result.key) == ("warning", "slurm.requeue")
+    assert result.text.startswith("in job 7, which is not put back into the queue: slurm.requeue is for a run that ")
 
 
 def test_nodes_without_a_name_get_the_hosts_of_the_allocation_and_a_port_of_the_job() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from trainer.contract.errors import RequestError
-from trainer.contract.options import Training
+from trainer.contract.options import Script, Training
 from trainer.contract.task_options import BuiltInOptions
 
 Named = Callable[[str], str]
@@ -45,6 +45,19 @@ def require_consistent(
     task = task_options if isinstance(task_options, BuiltInOptions) else None
     for key, conflict in _conflicts(options, task, named):
         raise RequestError(f"{where(key)} {conflict}")
+
+
+def require_one_launcher(script: Script, *, where: Named = flag_of) -> None:
+    """Check that a script that starts the ranks does not expect to be one.
+
+    Raises:
+        RequestError: it does.
+    """
+    if script.starts_ranks and script.local_rank_flag is not None:
+        raise RequestError(
+            f"{where('local_rank_flag')} gives a rank's number to a script, but with {where('starts_ranks')} the "
+            "script is no rank and starts them: remove one of both"
+        )
 
 
 def require_end(options: Training, task_options: Any = None, *, where: Named = flag_of, named: Named = flag_of) -> None:

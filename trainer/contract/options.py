@@ -85,6 +85,9 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     args: Annotated[tuple[str, ...], _launch("the script's arguments")] = ()
+    starts_ranks: Annotated[
+        bool, _launch("the script starts the ranks of its node itself, as with mp.spawn: start it once on each node")
+    ] = False
     instrument: Annotated[
         bool, _launch("measure the script's steps, phases and gradient synchronisation; needs a record")
     ] = True

@@ -158,6 +158,7 @@ class Loop:
             samples=self.data.train.samples,
             updates_per_epoch=self.data.train.updates_per_epoch(self._update_freq(1)),
             first_update=self.updates,
+            last_update=self._last_update() if self.updates else 0,
             parameters=sum(parameter.numel() for parameter in self.parameters),
         )
         self.ctx.set_state("training")
@@ -203,6 +204,15 @@ class Loop:
         if self._stopped:
             return self._stop()
         return TrainingOutcome(updates=self.updates, epoch=self.epoch, reason=reason, best=self.best)
+
+    def _last_update(self) -> int:
+        """Return the optimizer steps after which ``max_epochs`` ends a resumed training; 0 if it is not known."""
+        samples, per_epoch = self.data.train.samples, self.data.train.updates_per_epoch(self._update_freq(1))
+        if not self.options.max_epochs or not per_epoch:
+            return 0
+        position = self.data.train.position
+        left = (self.options.max_epochs - position.epoch + 1) * samples - position.consumed
+        return self.updates + -(-left * per_epoch // samples)
 
     def _update(self, update: Update) -> bool:
         """Make one optimizer step over the micro-batches of all ranks; return whether it was taken.

@@ -151,7 +151,7 @@ class CurveReader:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.history = CurveHistory(run.status.world_size)
+        self.history = CurveHistory(run.status.recorded_ranks)
         self.behind = True
         self._reader = RunReader(run.dir)
 

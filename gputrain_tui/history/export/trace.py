@@ -50,7 +50,7 @@ def write_trace(record: RecordedSteps, file: BinaryIO) -> None:
     metadata = {"run": run.id, "recipe": run.status.recipe, "began_unix_seconds": began}
     file.write(b'{"displayTimeUnit":"ms","otherData":' + _encode(metadata) + b',"traceEvents":[\n')
     separator = b""
-    for event in _events(record, began, run_process=run.status.world_size, ranks=ranks):
+    for event in _events(record, began, run_process=run.status.recorded_ranks, ranks=ranks):
         file.write(separator + _encode(event))
         separator = b",\n"
     file.write(b"\n]}\n")

@@ -6,7 +6,7 @@ import importlib
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -154,11 +154,23 @@ class Launcher(ABC):
         """Whether a scheduler, or ``requeue``, starts a run again that was stopped, as after its time limit."""
         return False
 
-    def requeue(self, ended: AttemptResult, run_dir: RunDir) -> str:
+    def requeue(
+        self, ended: AttemptResult, run_dir: RunDir, *, saving_s: float | None, record: Callable[[str], None]
+    ) -> str:
         """Put a run that ``continues`` back into the queue; return why the scheduler refuses, empty if it does not.
 
-        It is called last, as the scheduler then ends this process.
+        It is called last, as the scheduler may then end this process.
+
+        Args:
+            ended: result of the run so far.
+            run_dir: of the run.
+            saving_s: time from the stop request to the end of all ranks, seconds; None if none was asked to stop.
+            record: writes into the status and the record that the run is queued, with a note on how.
         """
+        return ""
+
+    def refusal(self, run_dir: RunDir) -> str:
+        """Return why this process may not be the run's supervisor; empty if it may."""
         return ""
 
     def explain(self, ended: AttemptResult, plan: Plan, run_dir: RunDir) -> AttemptResult:

@@ -100,16 +100,28 @@ def with_slurm_cause(
             megabytes = environ.get("SLURM_MEM_PER_NODE", "")
             of_job = int(megabytes) << 20 if megabytes.isdecimal() else None
             return _out_of_memory(node, failure, int(match[1]) if match[1] else of_job, run_dir)
-    lost = [node for node, text in node_texts if NODE_FAILURE.search(text) or _has_lost_lease(run_dir, node)]
+    lost = _lost_nodes(node_texts, run_dir)
     if cause == slurm_commands.WORDS["NODE_FAIL"] or (lost and is_consequence):
         return _node_lost(lost, requeued=bool(cause) and requeues(run_dir))
     if ended.status == "stopped":
         return AttemptResult(status="stopped", reason=cause or slurm_commands.WORDS["CANCELLED"]) if last else ended
     for node in plan.nodes:
         for line in attempt_outcome.last_lines(run_dir.node_log(node.node), LINES):
+            if slurm_commands.UNSEEN_SAVES in line:
+                return failed("refused", line, host=node.host)
             if slurm_commands.UNSEEN in line or slurm_commands.NO_FOLDER in line:
                 return failed("slurm", line, host=node.host)
     return failed("slurm", cause) if cause and cause != REQUEUED else ended
+
+
+def lost_hosts(plan: Plan, run_dir: RunDir, *, since: Mapping[str, int]) -> list[str]:
+    """Return the hosts of the nodes that Slurm has lost in the last attempt, by the logs it prints into."""
+    texts = [(node, _slurm_lines(run_dir.node_log(node.node), since)) for node in plan.nodes]
+    return [node.host for node in _lost_nodes(texts, run_dir)]
+
+
+def _lost_nodes(node_texts: Sequence[tuple[PlannedNode, str]], run_dir: RunDir) -> list[PlannedNode]:
+    return [node for node, text in node_texts if NODE_FAILURE.search(text) or _has_lost_lease(run_dir, node)]
 
 
 def _slurm_lines(path: Path, since: Mapping[str, int]) -> str:

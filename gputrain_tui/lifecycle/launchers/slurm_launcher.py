@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from gputrain_tui.hosts.host_agent import node_command
 from gputrain_tui.hosts.host_names import address_of, is_pending
 from gputrain_tui.lifecycle.launchers.local_launcher import ChildProcess, LocalLauncher, LocalProcess, node_environment
 from gputrain_tui.plan.planner import Plan, PlannedNode, with_port
-from gputrain_tui.preflight.result import CheckResult, ok
+from gputrain_tui.preflight.result import CheckResult, ok, warning
 from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.home_folder import expand_home
 from trainer.contract.record import RunDir, write_atomically
@@ -42,22 +42,30 @@ FIRST_PORT, PORTS = 12_000, 18_000
 IN_FOLDER = f"""if ! [ -e "$0/plan.json" ]; then
   echo "$(hostname) {slurm_commands.UNSEEN} $0: GPUTRAIN_HOME must be on a disk that all nodes share"
 elif cd -- "$1"; then
-  shift
+  if [ -n "$2" ] && ! [ -e "$2" ]; then
+    echo "$(hostname) {slurm_commands.UNSEEN_SAVES} $(dirname -- "$2"): slurm.requeue needs one that all nodes see;" \
+      "remove train.save_dir, or name a shared one"
+    exit {ExitCode.REFUSED}
+  fi
+  shift 2
   exec "$@"
 else
   echo "$(hostname) {slurm_commands.NO_FOLDER} $1, the workdir of its node"
 fi
 exit {ExitCode.REFUSED}
 """
-"""Shell script that executes a node's command in a folder, if its host sees that and the run directory."""
+"""Shell script that executes a node's command in a folder, if its host sees that, the run directory and a file."""
 
 
-def place_on_allocation(plan: Plan, environ: Mapping[str, str] = os.environ) -> Plan:
-    """Return a plan on the hosts of this process's allocation; unless its port is fixed, the job's number gives it."""
+def place_on_allocation(plan: Plan, environ: Mapping[str, str] = os.environ, *, follows: bool = False) -> Plan:
+    """Return a plan on the hosts of this process's allocation; unless its port is fixed, the job's number gives it.
+
+    ``follows``: another job of the run was before, so that the plan has its hosts.
+    """
     named = {node.host for node in plan.nodes}
     given = [host for host, _ in slurm_commands.allocation(environ)]
     free = [host for host in given if host not in named]
-    moved = slurm_commands.is_requeued(environ)  # a requeued job may get other hosts
+    moved = follows or slurm_commands.is_requeued(environ)  # a requeued job may get other hosts
     pending = [node.host for node in plan.nodes if is_pending(node.host) or (moved and node.host not in given)]
     if len(pending) > len(free):
         raise RequestError(f"the plan needs {len(pending)} hosts, but Slurm has allocated {len(free)}")
@@ -129,6 +137,10 @@ class SlurmLauncher(LocalLauncher):
     def __init__(self) -> None:
         self._log_sizes: Mapping[str, int] = {}
         """Sizes of the logs that Slurm prints into, at the start of the last attempt."""
+        self._seen_by_all = ""
+        """File in the save folder that all nodes must see, relative to the workdir or absolute; empty for none."""
+        self._lost_hosts: list[str] = []
+        """Hosts that failed, known at the end."""
 
     @property
     def is_requeued(self) -> bool:
@@ -136,7 +148,11 @@ class SlurmLauncher(LocalLauncher):
 
     def check(self, recipe: Recipe, plan: Plan) -> list[CheckResult]:
         if _in_job():
-            return [ok("Slurm", f"in job {os.environ.get('SLURM_JOB_ID')}")]
+            job = f"in job {os.environ.get('SLURM_JOB_ID')}"
+            if recipe.slurm is not None and recipe.slurm.requeue:
+                what = f"{job}, which is not put back into the queue: slurm.requeue is for a run that is submitted"
+                return [warning("Slurm", what, "type the command on a login node", key="slurm.requeue")]
+            return [ok("Slurm", job)]
         from gputrain_tui.lifecycle.launchers import slurm_submission
 
         return [slurm_submission.check(recipe, plan)]
@@ -154,9 +170,9 @@ class SlurmLauncher(LocalLauncher):
         if _in_job():
             super().start_detached(run, recipe, plan)
             return
-        from gputrain_tui.lifecycle.launchers import slurm_submission
+        from gputrain_tui.lifecycle.launchers import slurm_submission, slurm_successor
 
-        slurm_submission.record_queued(run.dir, slurm_submission.submit(run, recipe, plan))
+        slurm_successor.record_queued(run.dir, slurm_submission.submit(run, recipe, plan))
 
     def take_over(self, run: Run) -> subprocess.Popen[bytes]:
         if _in_job():
@@ -167,20 +183,31 @@ class SlurmLauncher(LocalLauncher):
 
     def place(self, plan: Plan, run_dir: RunDir) -> Plan:
         """Return the plan on the hosts of this process's allocation; write it and the hosts into the run directory."""
-        chosen = place_on_allocation(plan)
+        before, status = read_job(run_dir), read_status(run_dir)
+        if follows := before is not None and bool(before.earlier):
+            from gputrain_tui.lifecycle.restart import with_resume
+
+            plan = with_resume(plan, run_dir)  # a requeued job's node agents do that themselves
+        chosen = place_on_allocation(plan, follows=follows)
         if self.is_requeued:
             run_dir.on_end_log.unlink(missing_ok=True)  # of the end before the requeue, so that ``on_end`` runs again
-        before, status = read_job(run_dir), read_status(run_dir)
         job = SlurmJob(
             number=int(os.environ.get("SLURM_JOB_ID", "0")),
             partition=os.environ.get("SLURM_JOB_PARTITION", ""),
             nodes=[node.host for node in chosen.nodes],
             batch=before.batch if before is not None else status is not None and status.status == "queued",
+            earlier=[] if before is None else before.earlier,
+            excluded=[] if before is None else before.excluded,
         )
         if not job.batch:  # other runs may be in this job, with the same first host
             chosen = self.with_free_port(chosen)
         write_atomically(run_dir.slurm, msgspec.json.encode(job))
         write_atomically(run_dir.plan, msgspec.json.encode(chosen))
+        from gputrain_tui.lifecycle.launchers import slurm_successor
+
+        if slurm_successor.asks_for_requeue(run_dir, job):
+            goes_on = follows or self.is_requeued
+            self._seen_by_all = slurm_successor.file_seen_by_all(run_dir, chosen.nodes[0].workdir, make=not goes_on)
         return chosen
 
     def begin_attempt(self, run_dir: RunDir) -> None:
@@ -206,7 +233,7 @@ class SlurmLauncher(LocalLauncher):
         environment.pop("TMPDIR", None)  # may exist on this machine only
         with os.fdopen(open_to_append(run_dir.node_log(node.node)), "ab") as log:
             process = subprocess.Popen(
-                [*arguments, "sh", "-c", IN_FOLDER, str(run_dir.path), str(workdir), *command],
+                [*arguments, "sh", "-c", IN_FOLDER, str(run_dir.path), str(workdir), self._seen_by_all, *command],
                 env=environment,
                 stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
                 stdout=log,
@@ -216,37 +243,46 @@ class SlurmLauncher(LocalLauncher):
         return StepProcess(node, process, run_dir)
 
     def explain(self, ended: AttemptResult, plan: Plan, run_dir: RunDir) -> AttemptResult:
-        from gputrain_tui.lifecycle.launchers import slurm_cause
+        from gputrain_tui.lifecycle.launchers import slurm_cause, slurm_successor
 
-        if ended.status == "stopped" and ended.reason == LIMIT_SIGNAL and _requeues_itself(run_dir):
+        asks = slurm_successor.asks_for_requeue(run_dir, read_job(run_dir))
+        if ended.status == "stopped" and ended.reason == LIMIT_SIGNAL and asks:
             return replace(ended, reason=slurm_cause.LIMIT_IS_NEAR)
-        return slurm_cause.with_slurm_cause(ended, plan, run_dir, since=self._log_sizes)
+        self._lost_hosts = slurm_cause.lost_hosts(plan, run_dir, since=self._log_sizes)
+        explained = slurm_cause.with_slurm_cause(ended, plan, run_dir, since=self._log_sizes)
+        if self._seen_by_all and not self.continues(explained, run_dir):
+            with suppress(OSError):
+                (expand_home(plan.nodes[0].workdir) / self._seen_by_all).unlink()
+        return explained
 
     def continues(self, ended: AttemptResult, run_dir: RunDir) -> bool:
         """Whether the run goes on by ``slurm.requeue`` after its time limit, a pre-emption or a lost node."""
-        from gputrain_tui.lifecycle.launchers import slurm_cause
+        from gputrain_tui.lifecycle.launchers import slurm_cause, slurm_successor
 
-        return ended.status == "stopped" and slurm_cause.is_for_slurm(ended.reason or "") and _requeues_itself(run_dir)
+        by_slurm = ended.status == "stopped" and slurm_cause.is_for_slurm(ended.reason or "")
+        node_lost = ended.failure is not None and ended.failure.kind == "node_lost"
+        return (by_slurm or node_lost) and slurm_successor.asks_for_requeue(run_dir, read_job(run_dir))
 
-    def requeue(self, ended: AttemptResult, run_dir: RunDir) -> str:
-        """Put the job back into the queue, unless Slurm does; return why Slurm refuses, empty if it does not."""
-        from gputrain_tui.lifecycle.launchers import slurm_cause
+    def requeue(
+        self, ended: AttemptResult, run_dir: RunDir, *, saving_s: float | None, record: Callable[[str], None]
+    ) -> str:
+        """Put the job back into the queue, unless Slurm does, or submit its successor; return why Slurm refuses."""
+        from gputrain_tui.lifecycle.launchers import slurm_cause, slurm_successor
 
         job = read_job(run_dir)
-        if job is not None and not slurm_cause.is_put_back(ended.reason or ""):
-            try:
-                slurm_commands.requeue(job.number)
-            except RequestError as error:
-                return str(error)
-        return ""
+        assert job is not None  # else it does not continue
+        lost = self._lost_hosts
+        if slurm_cause.is_put_back(ended.reason or ""):
+            record(slurm_successor.leave_out(run_dir, job, lost))
+            return ""
+        return slurm_successor.go_on(run_dir, job, lost, saving_s=saving_s, record=record)
 
-
-def _requeues_itself(run_dir: RunDir) -> bool:
-    """Whether the recipe asks for it, and the job is one that ``gputrain run`` has submitted."""
-    from gputrain_tui.lifecycle.run_checkpoints import recorded_table
-
-    job = read_job(run_dir)
-    return job is not None and job.batch and recorded_table(run_dir, "slurm").get("requeue") is True
+    def refusal(self, run_dir: RunDir) -> str:
+        """Return that the run has another job by now, if so: a job that is started by hand again must not train it."""
+        job, own = read_job(run_dir), os.environ.get("SLURM_JOB_ID", "")
+        if job is None or not job.batch or own == str(job.number):
+            return ""
+        return f"job {own} may not train {run_dir.path.name}, whose job is {job.number} now"
 
 
 def _in_job() -> bool:

@@ -17,21 +17,23 @@ from pathlib import Path
 
 import msgspec
 
-from gputrain_tui.history.plan_file import SlurmJob, read_job, read_plan
+from gputrain_tui.history.plan_file import SlurmJob, SlurmSubmission, read_job, read_plan, read_submission
 from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.status_file import ENDED, read_status, write_status
 from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle import attempt_outcome, run_end
-from gputrain_tui.lifecycle.attempt import AttemptResult, failed
+from gputrain_tui.lifecycle.attempt import AttemptResult, failed, with_note
+from gputrain_tui.lifecycle.launchers import slurm_successor
 from gputrain_tui.lifecycle.report import report_end
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
+from gputrain_tui.lifecycle.saving_time import saving_time_before
 from gputrain_tui.plan.batch_script import sbatch_arguments, supervisor_script
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.preflight.checks import with_location
 from gputrain_tui.preflight.result import CheckResult, NotReadyError, error, ok
 from gputrain_tui.recipe.model import Recipe, SlurmOptions
 from trainer.contract.errors import ExitCode, RequestError
-from trainer.contract.record import Queued, RunDir
+from trainer.contract.record import RunDir, write_atomically
 from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.stop_level import StopLevel
 from trainer.host.stop_request import STARTER_SIGNAL, StopRequest
@@ -72,7 +74,8 @@ def check(recipe: Recipe, plan: Plan) -> CheckResult:
 def _submission(recipe: Recipe, plan: Plan, run_dir: RunDir) -> tuple[list[str], str]:
     options = recipe.slurm or SlurmOptions()
     log = str(run_dir.logs / "supervisor.log") if run_dir.path.is_dir() else os.devnull
-    arguments = sbatch_arguments(plan, options, name=recipe.name, output=log)
+    saving_s = saving_time_before(recipe) if options.requeue else None
+    arguments = sbatch_arguments(plan, options, name=recipe.name, output=log, saving_s=saving_s)
     return arguments, supervisor_script(str(run_dir.path), python=sys.executable, setup=options.setup)
 
 
@@ -83,8 +86,11 @@ def submit(run: Run, recipe: Recipe, plan: Plan) -> slurm_commands.Job | None:
         NotReadyError: Slurm refuses the job; the run directory is deleted.
     """
     write_status(run.dir, msgspec.structs.replace(run.status, status="queued", supervisor=None))
+    arguments, script = _submission(recipe, plan, run.dir)
+    submission = SlurmSubmission(arguments=arguments, script=script)
+    write_atomically(run.dir.submission, msgspec.json.encode(submission))
     try:
-        number = slurm_commands.submit(*_submission(recipe, plan, run.dir))
+        number = slurm_commands.submit(arguments, script)
     except RequestError as refused:
         shutil.rmtree(run.dir.path, ignore_errors=True)
         raise NotReadyError([error("Slurm", str(refused))]) from None
@@ -95,16 +101,6 @@ def submit(run: Run, recipe: Recipe, plan: Plan) -> slurm_commands.Job | None:
     with suppress(FileExistsError), run.dir.slurm.open("xb") as file:  # the job's supervisor may have written it
         file.write(msgspec.json.encode(record))
     return job
-
-
-def record_queued(run_dir: RunDir, job: slurm_commands.Job | None) -> None:
-    """Record why a pending job waits; do nothing for other jobs."""
-    if job is None or job.state != "PENDING":
-        return
-    event = Queued(
-        time=time.time(), job=job.number, partition=job.partition, reason=job.reason, expected_start=job.starts
-    )
-    RunStatusWriter(run_dir, read_plan(run_dir)).record(event)
 
 
 def refresh(run: Run) -> Run:
@@ -137,9 +133,39 @@ def _record_end(run_dir: RunDir, number: int) -> None:
         plan = read_plan(run_dir)
         if run_end.recorded_exit_code(run_dir, plan) is not None:
             return
+        current = read_job(run_dir)
+        if current is not None and current.number != number:
+            return  # its supervisor has submitted a successor
         writer = RunStatusWriter(run_dir, plan)
-        writer.close(_result(run_dir, job), left=[])
+        ended = _result(run_dir, job)
+        if job is not None and _wants_successor(run_dir, job):
+            problem = _submit_successor(run_dir, job, ended, writer)
+            if not problem:
+                return
+            ended = with_note(ended, f"and does not go on: {problem}")
+        writer.close(ended, left=[])
         report_end(run_dir, writer)
+
+
+def _wants_successor(run_dir: RunDir, job: slurm_commands.Job) -> bool:
+    """Whether a run with ``slurm.requeue`` goes on after a job that ended before its supervisor could see to that."""
+    asks = slurm_successor.asks_for_requeue(run_dir, read_job(run_dir))
+    return asks and job.state in slurm_successor.STATES and slurm_successor.has_stepped_since(run_dir, job.starts)
+
+
+def _submit_successor(run_dir: RunDir, job: slurm_commands.Job, ended: AttemptResult, writer: RunStatusWriter) -> str:
+    """Submit the job that follows one that is over; return why that is not possible, empty if it is."""
+    before, submission = read_job(run_dir), read_submission(run_dir)
+    if before is None or submission is None:
+        return "the arguments of its submission are not recorded"
+    lost: list[str] = []
+    with suppress(RequestError):
+        lost = slurm_commands.lost_hosts(job.nodes)
+    try:
+        writer.requeued(ended, slurm_successor.submit_successor(run_dir, before, submission, lost)[1])
+    except RequestError as error:
+        return str(error)
+    return ""
 
 
 def _result(run_dir: RunDir, job: slurm_commands.Job | None) -> AttemptResult:
@@ -181,7 +207,7 @@ class JobStop:
     def __init__(self, run_dir: RunDir, job: SlurmJob, origin: int) -> None:
         """Make a request; ``origin``: signal that names it to the supervisor, one of ``STOP_REASONS``."""
         self._dir = run_dir
-        self._job = job
+        self._first = job
         self._origin = origin
         self._due = 0.0
         """Time of the next signal, monotonic seconds."""
@@ -190,14 +216,14 @@ class JobStop:
         """Signal or cancel the job if the next signal is due; to be called until the run has ended."""
         if time.monotonic() < self._due:
             return
-        status = read_status(self._dir)
-        waiting = self._job.batch and status is not None and status.status == "queued"
-        if level > StopLevel.SAVE or (waiting and _is_pending(self._job)):
-            slurm_commands.cancel(self._job.number)
-        elif self._job.batch:
-            slurm_commands.signal_script(self._job.number, str(self._origin))
+        status, job = read_status(self._dir), read_job(self._dir) or self._first  # a successor may have been submitted
+        waiting = job.batch and status is not None and status.status == "queued"
+        if level > StopLevel.SAVE or (waiting and _is_pending(job)):
+            slurm_commands.cancel(job.number)
+        elif job.batch:
+            slurm_commands.signal_script(job.number, str(self._origin))
         else:
-            slurm_commands.signal_steps(self._job.number, self._dir.path.name, "USR1")
+            slurm_commands.signal_steps(job.number, self._dir.path.name, "USR1")
         self._due = time.monotonic() + SIGNAL_INTERVAL_S
 
 
@@ -253,6 +279,8 @@ def follow(run_dir: RunDir, *, leased: bool) -> int:
                 return ExitCode.FAILED if status is None or status.exit_code is None else status.exit_code
             if not leased and status.status != "queued":
                 return ExitCode.FINISHED
+            if (current := read_job(run_dir) or job).number != job.number:
+                job, query_at, interval_s = current, 0.0, MIN_QUERY_INTERVAL_S  # a successor
             with suppress(RequestError):
                 if stop_request.level:
                     request.send(stop_request.level)
@@ -263,7 +291,7 @@ def follow(run_dir: RunDir, *, leased: bool) -> int:
                         _record_end(run_dir, job.number)
                     elif shown != (now.reason, now.starts):
                         shown = (now.reason, now.starts)
-                        record_queued(run_dir, now)
+                        slurm_successor.record_queued(run_dir, now)
                     query_at = time.monotonic() + interval_s
                     interval_s = min(2 * interval_s, MAX_QUERY_INTERVAL_S)
             stop_request.wait(POLL_S)

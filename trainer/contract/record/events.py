@@ -12,6 +12,7 @@ import msgspec
 
 from trainer.contract.record.code_stacks import Collective, ThreadStack
 from trainer.contract.record.collective_groups import CollectiveCall, GroupSync
+from trainer.contract.record.gpu_sample import GpuSample
 from trainer.contract.record.numbers import (
     MAX_NUMBER,
     Count,
@@ -46,6 +47,17 @@ class RunStarted(Event, kw_only=True, tag="run_started"):
     """Name of the recipe."""
     world_size: WorldSize
     run_dir: str
+
+
+class World(Event, kw_only=True, tag="world"):
+    """The run has ranks 0 to ``world_size`` - 1 from here on: a new attempt has others, or a rank has started more.
+
+    It is written before the first event of a rank that the plan does not have.
+    """
+
+    world_size: WorldSize
+    attempt: Count = 0
+    """The first attempt with these ranks, from 1; 0: all have them."""
 
 
 class RankState(Event, kw_only=True, tag="rank_state"):
@@ -87,6 +99,9 @@ class TrainingPlan(Event, kw_only=True, tag="training_plan"):
     """0: no limit."""
     first_update: Count = 0
     """Optimizer steps done before this start, when it resumes."""
+    last_update: Count = 0
+    """Optimizer steps done after ``max_epochs``, when it resumes: with other ranks epochs have other numbers of steps.
+    0: not known."""
     parameters: Count | None = None
     """Trainable parameters of the model."""
     loss_unit: str = ""
@@ -337,22 +352,6 @@ class RankSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Line of the user's code at which its main thread stays for seconds, such as ``train.py:12 in augment``."""
 
 
-class GpuSample(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Sample of a GPU."""
-
-    index: Count
-    uuid: str
-    rank: Rank | None = None
-    utilization_percent: FiniteFloat | None = None
-    memory_used_bytes: Count | None = None
-    memory_total_bytes: Count | None = None
-    power_watts: FiniteFloat | None = None
-    temperature_celsius: FiniteFloat | None = None
-    sm_clock_mhz: Count | None = None
-    max_sm_clock_mhz: Count | None = None
-    throttle_reasons: list[str] = []
-
-
 class Finding(Event, kw_only=True, tag="finding"):
     """A diagnosis with its evidence, raised or cleared."""
 
@@ -444,6 +443,6 @@ def _or_nan(value: float | None) -> float:
 
 
 AnyEvent = (
-    RunStarted | Queued | RankState | Joining | TrainingPlan | ModelFlops | Step | Doing | Validation
+    RunStarted | World | Queued | RankState | Joining | TrainingPlan | ModelFlops | Step | Doing | Validation
     | Checkpoint | Checksum | CollectiveGroup | Sample | NodeSample | Finding | Failure | RankStacks | Lost | RunEnded
 )  # fmt: skip

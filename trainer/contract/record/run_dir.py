@@ -45,6 +45,8 @@ class RunDir:
     notes = _Entry("notes.json")
     """A person's note and tags."""
     slurm = _Entry("slurm.json")
+    submission = _Entry("submission.json")
+    """What ``sbatch`` was given, from which a job of ``slurm.requeue`` submits the one after it."""
     lock = _Entry("supervisor.lock")
     """Lock file of the supervisor, which touches it once a second."""
     stop = _Entry("stop")

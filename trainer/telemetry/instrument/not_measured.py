@@ -28,6 +28,6 @@ def not_measured(rank: int, message: str, *, state: Literal["raised", "cleared"]
         rank=rank,
         cause="no_steps",
         message=message,
-        advice="processes that a script starts itself are not measured: leave starting the ranks to gputrain, or call "
-        "trainer.watch in them",
+        advice="processes that a script starts are measured if they join a process group of torch.distributed; "
+        "set starts_ranks = true in [train] if a launcher in the script is to start the ranks, or call trainer.watch",
     )

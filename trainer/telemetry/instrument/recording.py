@@ -76,6 +76,8 @@ class Recording:
         self.on = True
         self.thread: int | None = None
         """The one that trains; None before it has begun."""
+        self.on_begin: Callable[[], None] = lambda: None
+        """Called once, when the script begins to train."""
         self.optimizer_steps = 0
         self.collectives = CollectiveMeter()
         self._is_unmeasured = False
@@ -395,6 +397,7 @@ class Recording:
         max_laps = 100_000
         if self._tracker is None:
             self.thread = threading.get_ident()
+            self.on_begin()
             self._open_record()
             tracker = self._tracker = StepTracker(self._writer, rank=self._rank, device=device)
             tracker.meter.follow_collectives(self.collectives, lambda: tracker.open_phase == "backward")
