@@ -33,6 +33,7 @@ COMMENTS = {
     "env": "environment variables of all ranks",
     "module": "script is a module's name, run as with python -m",
     "local_rank_flag": "the launcher's flag with the local rank; scripts that read LOCAL_RANK need none",
+    "starts_ranks": "the script is started once on each node, and starts the ranks itself",
     "script": "relative to the folder in which gputrain is started",
     "task": "its other options: python -m trainer --task {value} --help",
 }
@@ -91,7 +92,7 @@ class NewRecipe:
 
 def from_command(command: LaunchCommand, *, typed: str) -> NewRecipe:
     """Return the recipe of a launch command; ``typed``: the command on one line."""
-    names = ("script", "module", "local_rank_flag", "args")
+    names = ("script", "module", "local_rank_flag", "args", "starts_ranks")
     train = {name: value for name in names if (value := getattr(command, name))}
     cluster = {**command.cluster, **({"env": command.env} if command.env else {})}
     return NewRecipe(
