@@ -345,8 +345,8 @@ def _python(command: LaunchCommand, _: dict[str, str], context: Context) -> None
         command.nodes = [{"gpus": "all"}]
         why = SPAWN_FLAG if has_flag else "torch.multiprocessing"
         command.notes.append(
-            f"{command.script} starts its ranks itself ({why}): gpus is how many it starts on a node; for ranks without "
-            "GPUs write cpu_ranks in its place"
+            f"{command.script} starts its ranks itself ({why}): gpus is how many it starts on a node; for ranks "
+            "without GPUs write cpu_ranks in its place"
         )
     elif command.makes_group is not False:
         where = "" if command.makes_group else ", if the script makes a process group (init_process_group)"
