@@ -36,10 +36,16 @@ class LaunchCommand:
     slurm: dict[str, Any] = field(default_factory=dict)
     """``[slurm]``; empty without Slurm."""
     env: dict[str, str] = field(default_factory=dict)
+    starts_ranks: bool = False
+    """Whether the script starts the ranks of its node."""
     ignores_visible_devices: bool = False
     """Whether the launcher chooses devices without regard to ``CUDA_VISIBLE_DEVICES``."""
     makes_group: bool | None = None
     """Whether the script makes a process group; None if that is unknown."""
+    typed: list[str] = field(default_factory=list)
+    """The command's words as they were given, those of ``bash -c`` among them."""
+    typed_arguments: int = 0
+    """How many of them, the last ones, are the script's arguments."""
     notes: list[str] = field(default_factory=list)
     """A line for each part of the command without counterpart in a recipe, or that the user has to complete."""
 
@@ -335,10 +341,12 @@ def _python(command: LaunchCommand, _: dict[str, str], context: Context) -> None
         text = ""
     has_flag = SPAWN_FLAG in command.args
     if has_flag or (STARTS_RANKS.search(text) and SPAWN_FLAG.strip("-").replace("-", "_") not in text):
+        command.starts_ranks = True
+        command.nodes = [{"gpus": "all"}]
         why = SPAWN_FLAG if has_flag else "torch.multiprocessing"
         command.notes.append(
-            f"{command.script} starts its ranks itself ({why}), so the recipe has one, and they are not measured: for "
-            "that let it take RANK, WORLD_SIZE and LOCAL_RANK from the environment, and raise ranks"
+            f"{command.script} starts its ranks itself ({why}): gpus is how many it starts on a node; for ranks "
+            "without GPUs write cpu_ranks in its place"
         )
     elif command.makes_group is not False:
         where = "" if command.makes_group else ", if the script makes a process group (init_process_group)"

@@ -73,6 +73,8 @@ class Prefixed:
     """A launch command without the words in front of it."""
 
     argv: list[str]
+    typed: list[str]
+    """All words, those of ``bash -c`` among them."""
     env: dict[str, str] = field(default_factory=dict)
     slurm: SlurmStep | None = None
     """What ``srun`` says; None without one."""
@@ -81,7 +83,7 @@ class Prefixed:
 
 def read_prefixes(argv: Sequence[str]) -> Prefixed:
     """Split a command into what stands in front of its launcher, and the launcher with its words."""
-    found = Prefixed(argv=list(argv))
+    found = Prefixed(argv=list(argv), typed=list(argv))
     while found.argv:
         rest = found.argv
         name, two = PurePath(rest[0]).name, " ".join(rest[:2])
@@ -98,6 +100,7 @@ def read_prefixes(argv: Sequence[str]) -> Prefixed:
         elif name in ("bash", "sh") and len(rest) == 3 and rest[1] in ("-c", "-lc", "-ec"):
             pasted = read_pasted_command(shown(rest[2]))
             found.argv = pasted.argv
+            found.typed[-len(rest) :] = pasted.argv
             found.notes += pasted.notes
         elif (prefix := PREFIXES.get(two) or PREFIXES.get(name)) is not None:
             found.argv = _after_prefix(prefix, rest, 2 if two in PREFIXES else 1, found.notes)

@@ -71,6 +71,7 @@ def read_launch_command(
     # argparse, by which all launchers but python itself read their words, takes a -- after the script as its own.
     args = rest[2:] if rest[1:2] == ["--"] and name != "python" else rest[1:]
     command = LaunchCommand(script=rest[0], args=args, module=is_module, notes=[*prefixed.notes, *left_out])
+    command.typed, command.typed_arguments = prefixed.typed, len(args)
     if python is not None:
         command.cluster["python"] = python
     command.env, visible = env, env.pop("CUDA_VISIBLE_DEVICES", None)

@@ -16,7 +16,7 @@ from gputrain_tui.recipe.accelerate_launch import AccelerateLaunch, ask_accelera
 from gputrain_tui.recipe.allow_list import AllowList
 from gputrain_tui.recipe.command_launchers import LaunchCommand
 from gputrain_tui.recipe.launch_command import read_launch_command
-from gputrain_tui.recipe.shell_text import ASSIGNMENT, read_pasted_command, shown
+from gputrain_tui.recipe.shell_text import read_pasted_command, shown
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from gputrain_tui.shell_words import shell_joined
 from trainer.contract.builtin_tasks import BUILT_IN
@@ -33,6 +33,7 @@ COMMENTS = {
     "env": "environment variables of all ranks",
     "module": "script is a module's name, run as with python -m",
     "local_rank_flag": "the launcher's flag with the local rank; scripts that read LOCAL_RANK need none",
+    "starts_ranks": "the script is started once on each node, and starts the ranks itself",
     "script": "relative to the folder in which gputrain is started",
     "task": "its other options: python -m trainer --task {value} --help",
 }
@@ -91,7 +92,7 @@ class NewRecipe:
 
 def from_command(command: LaunchCommand, *, typed: str) -> NewRecipe:
     """Return the recipe of a launch command; ``typed``: the command on one line."""
-    names = ("script", "module", "local_rank_flag", "args")
+    names = ("script", "module", "local_rank_flag", "args", "starts_ranks")
     train = {name: value for name in names if (value := getattr(command, name))}
     cluster = {**command.cluster, **({"env": command.env} if command.env else {})}
     return NewRecipe(
@@ -110,7 +111,7 @@ def from_argv(argv: Sequence[str], *, notes: Sequence[str] = ()) -> NewRecipe:
     """Return the recipe of a launch command; ``notes`` are those about its text."""
     command = read_launch_command(argv, read_file=read_text_file, ask_accelerate=_ask_accelerate)
     command.notes = [*notes, *command.notes]
-    return from_command(command, typed=_shown(argv, command))
+    return from_command(command, typed=_shown(command))
 
 
 def from_pasted(text: str) -> NewRecipe:
@@ -119,20 +120,23 @@ def from_pasted(text: str) -> NewRecipe:
     return from_argv(pasted.argv, notes=pasted.notes)
 
 
-def _shown(argv: Sequence[str], command: LaunchCommand) -> str:
+def _shown(command: LaunchCommand) -> str:
     """Return a command on one line, with only those values of variables and of the script's arguments that are shown.
 
     A comment stays in copies of the recipe from which its values have been removed.
     """
     allow = AllowList({}, Path.cwd())
-    first_argument = len(argv) - len(command.args)
+    first_argument = len(command.typed) - command.typed_arguments
     before = [
-        f"{setting[1]}={allow.variables({setting[1]: setting[2]})[setting[1]]}"
-        if (setting := ASSIGNMENT.fullmatch(word))
-        else word
-        for word in argv[:first_argument]
+        re.sub(
+            r"(^|[=,])([A-Za-z_]\w*)=([^,]*)" if word.startswith("--export=") else r"(^)([A-Za-z_]\w*)=(.*)",
+            lambda setting: f"{setting[1]}{setting[2]}={allow.variables({setting[2]: setting[3]})[setting[2]]}",
+            word,
+            flags=re.DOTALL,
+        )
+        for word in command.typed[:first_argument]
     ]
-    return shell_joined([*map(shown, before), *allow.arguments(argv[first_argument:])])
+    return shown(shell_joined([*before, *allow.arguments(command.typed[first_argument:])]))
 
 
 def from_text(text: str) -> NewRecipe:

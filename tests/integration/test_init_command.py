@@ -56,6 +56,9 @@ def test_a_command_becomes_a_recipe_that_is_not_written_over(tmp_path: Path) -> 
         (["torchrun", "t.py", "--password=hunter2x"], "torchrun t.py '--password=•••'"),
         (["deepspeed", "t.py", "-phunter2x", "--lr", "0.1", "data"], "deepspeed t.py '•••' --lr 0.1 data"),
         (["torchrun", "--", "t.py", "--", "https://me:hunter2x@host"], "torchrun -- t.py -- '•••'"),
+        (["bash", "-c", "A=hunter2x torchrun t.py --key hunter2x"], "'A=•••' torchrun t.py --key '•••'"),
+        (["fabric", "run", "t.py", "--key", "hunter2x", "--devices", "2"], "fabric run t.py --key '•••' --devices 2"),
+        (["srun", "--export=ALL,A=hunter2x", "python", "t.py"], "srun '--export=ALL,A=•••' python t.py"),
         (["torchrun", "-m", "pkg.mod", "key=hunter2x"], "torchrun -m pkg.mod '•••'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Prints the files of the default suite that touch torch: those that import it, or a helper beside them that does.
+"""Prints the files of the default suite that import torch, or the module given, or a file of the tests that does.
 
 ``.ci/run`` and ``tests/README.md`` give them to pytest under another version of torch.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -14,15 +15,16 @@ FOLDERS = ("unit", "integration")
 
 
 @cache
-def imports_torch(file: Path) -> bool:
-    """Return whether a file of the tests imports torch, by itself or by another file of the tests."""
+def imports(file: Path, wanted: str) -> bool:
+    """Return whether a file of the tests imports a module or one below it, by itself or by another of them."""
     modules = re.findall(r"^ *(?:from|import) ([\w.]+)", file.read_text(encoding="utf-8"), re.MULTILINE)
-    if any(module.partition(".")[0] == "torch" for module in modules):
+    if any(f"{module}.".startswith(f"{wanted}.") for module in modules):
         return True
     helpers = (folder / f"{module}.py" for module in modules for folder in (file.parent, TESTS / "support"))
-    return any(helper.is_file() and helper != file and imports_torch(helper) for helper in helpers)
+    return any(helper.is_file() and helper != file and imports(helper, wanted) for helper in helpers)
 
 
 if __name__ == "__main__":
-    found = [file for folder in FOLDERS for file in (TESTS / folder).rglob("test_*.py") if imports_torch(file)]
+    module = sys.argv[1] if len(sys.argv) > 1 else "torch"
+    found = [file for folder in FOLDERS for file in (TESTS / folder).rglob("test_*.py") if imports(file, module)]
     print(*sorted(str(file.relative_to(TESTS.parent)) for file in found))

@@ -157,10 +157,11 @@ TRANSLATED: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
     (
         "python main.py -a resnet50 --dist-url 'tcp://127.0.0.1:2345' --dist-backend 'nccl' "
         "--multiprocessing-distributed --world-size 1 --rank 0 /data/imagenet",
-        [{"ranks": 1}],
+        [{"gpus": "all"}],
         {
             "train": {
                 "script": "main.py",
+                "starts_ranks": True,
                 "args": [
                     "-a", "resnet50", "--dist-url", "tcp://127.0.0.1:2345", "--dist-backend", "nccl",
                     "--multiprocessing-distributed", "--world-size", "1", "--rank", "0", "/data/imagenet",
@@ -168,7 +169,7 @@ TRANSLATED: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
             },
         },
     ),
-    ("python spawn.py", [{"ranks": 1}], {"train": {"script": "spawn.py"}}),
+    ("python spawn.py", [{"gpus": "all"}], {"train": {"script": "spawn.py", "starts_ranks": True}}),
     ("python -m pkg.train +trainer.devices=2", [{"ranks": 1}],
      {"train": {"script": "pkg.train", "module": True, "args": ["+trainer.devices=2"]}}),
     # prefixes
