@@ -18,7 +18,9 @@ from gputrain_tui.headless.closing_report import closing_table, status_line
 from gputrain_tui.headless.foreground import JsonStream
 from gputrain_tui.headless.progress import paint, plain_line
 from gputrain_tui.history.comparison import CurveHistory
+from gputrain_tui.history.export.extent import shortcomings
 from gputrain_tui.history.export.live_scalars import LiveScalars
+from gputrain_tui.history.export.steps import RecordedSteps
 from gputrain_tui.history.known_ranks import KnownRanks
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
@@ -257,6 +259,13 @@ def test_a_sink_gets_the_steps_of_each_attempt_when_all_its_ranks_have_made_them
         pass
     scalars.close()
     assert rows == [(1, n, 3) for n in range(1, OLD)] + [(1, OLD, 2)] + [(2, n, 2) for n in range(5, NEW + 1)]
+
+
+def test_an_export_has_the_ranks_of_all_attempts_and_names_no_gap(run: Run) -> None:
+    record = RecordedSteps(run, range(run.status.recorded_ranks))
+    rows = [(row[0].attempt, row[0].step.step, len(row)) for row in record.over_ranks()]
+    assert rows == [(1, n, 3) for n in range(1, OLD)] + [(1, OLD, 2)] + [(2, n, 2) for n in range(5, NEW + 1)]
+    assert shortcomings(run, list(record.extents.values())) == []
 
 
 def test_a_world_event_is_read_back_as_written() -> None:

@@ -33,7 +33,12 @@ def shortcomings(run: Run, extents: Sequence[RankExtent] = ()) -> list[str]:
     elif run.state != "finished":
         outcome = "was stopped" if run.state == "stopped" else "failed"
         lines.append(f"{run.id} {outcome}: its record goes to step {last}")
-    about = [line for extent in extents for line in _of_rank(extent, last if run.state not in GOING else extent.last)]
+    goes_on = run.state in GOING
+    about = [
+        line
+        for extent in extents  # the record of a rank that is gone since an earlier attempt ends early
+        for line in _of_rank(extent, extent.last if goes_on or extent.rank >= run.status.world_size else last)
+    ]
     more = len(about) - MAX_LINES
     return [*lines, *about[:MAX_LINES], *([f"{more} more such lines about other ranks"] if more > 0 else [])]
 
