@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "run": "train a recipe to the end, in the foreground or detached",
     "eval": "evaluate a checkpoint without training, exact over all ranks",
+    "predict": "predict with a checkpoint: a JSON line for each line of a file or of standard input",
     "export": "write a run for other programs: csv, TensorBoard, timeline, archive, weights",
     "plan": "show the command of every node; start nothing",
     "check": "check whether a recipe can start, with a fix for each problem; start nothing",

@@ -43,7 +43,7 @@ def read_topic(name: str) -> Topic:
 def section_heading(key: str) -> tuple[str, str]:
     """Return the topic and the heading about a recipe key, such as ``train.lr``; the heading is empty for the whole."""
     table, _, name = key.partition(".")
-    if name in ("script", "module", "local_rank_flag", "args", "instrument"):
+    if name in ("script", "module", "local_rank_flag", "args", "starts_ranks", "instrument"):
         return "scripts", ""
     if table == "slurm":
         return "slurm", ""

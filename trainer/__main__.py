@@ -146,7 +146,11 @@ def _script(arguments: Sequence[str], script_argv: Sequence[str] | None) -> Scri
         names = [flag for option in [*describe(Distributed), *flags] for flag in (option.flag, *option.aliases)]
         hint = nearest(unknown[0].partition("=")[0], names) or "; the script's own arguments follow --"
         raise RequestError(f"{quoted(unknown[0])} is not an option of the trainer{hint}")
-    return check(Script, values | {"script": str(path), "args": list(script_argv or ())}, where=_flag_names(flags))
+    script = check(Script, values | {"script": str(path), "args": list(script_argv or ())}, where=_flag_names(flags))
+    from trainer.contract.option_rules import require_one_launcher
+
+    require_one_launcher(script)
+    return script
 
 
 def _check_training(arguments: Sequence[str]) -> TrainingSpec:
@@ -156,8 +160,8 @@ def _check_training(arguments: Sequence[str]) -> TrainingSpec:
         RequestError: an option is wrong, options contradict each other, or data of a built-in task is missing.
     """
     from trainer.contract.builtin_tasks import check_data, options_schema
+    from trainer.contract.fairseq_flags import remove_fairseq_flags
     from trainer.contract.option_rules import require_consistent, require_end
-    from trainer.contract.seed_flags import remove_seed_flags
 
     training, remaining = _read(Training, arguments)
     schema = options_schema(training.task)
@@ -168,7 +172,7 @@ def _check_training(arguments: Sequence[str]) -> TrainingSpec:
     else:
         known = describe(schema)
         values, unknown = read_flags(remaining, known)
-        unknown, notes = remove_seed_flags(unknown)
+        unknown, notes = remove_fairseq_flags(unknown)
         if unknown:
             raise _unknown(unknown[0], training.task, known)
         task_options = check(schema, values, where=_flag_names(known))

@@ -29,8 +29,9 @@ from trainer.agent.rank_failure import failure_of
 from trainer.agent.script_environment import RANK_PID, RUN_DIR
 from trainer.contract.record import EventWriter, RankState, RankStateName, RunDir
 from trainer.telemetry import instrument
+from trainer.telemetry.instrument.fetched_batches import plus, size_of
 from trainer.telemetry.step_meter import ddp_of
-from trainer.telemetry.step_tracker import StepTracker, first_tensor
+from trainer.telemetry.step_tracker import StepTracker
 
 Batch = TypeVar("Batch")
 
@@ -177,8 +178,8 @@ class Watched:
             self._tracker.mark_evaluation()
             return
         self._tracker.mark(then="forward")
-        batch = first_tensor([arguments, named])
-        self._tracker.samples += 0 if batch is None else batch.shape[0]
+        samples, _ = size_of([arguments, named])
+        self._tracker.samples, _ = plus((self._tracker.samples, None), (samples, None))
 
     def _after_forward(self, model: nn.Module, arguments: Any, output: Any) -> None:
         if model.training and torch.is_grad_enabled():

@@ -143,7 +143,7 @@ def _run(args: Namespace) -> Run:
 def _record(args: Namespace, *, readings: int = 1) -> tuple[RecordedSteps, ExportProgress]:
     """Return the steps of the chosen ranks, and a progress bar for reading them ``readings`` times."""
     run = _run(args)
-    ranks = chosen_ranks(args, run, command="export") or range(run.status.world_size)
+    ranks = chosen_ranks(args, run, command="export") or range(run.status.recorded_ranks)
     progress = ExportProgress(f"{run.id} to {args.to}")
     record = RecordedSteps(run, ranks, advance=progress.advance)
     progress.total_bytes = readings * record.total_bytes
@@ -163,7 +163,7 @@ def _file(output: Path) -> AbstractContextManager[BinaryIO]:
 
 def _require_steps(record: RecordedSteps) -> None:
     if not any(extent.steps for extent in record.extents.values()):
-        scope = "" if len(record.ranks) == record.run.status.world_size else " of these ranks"
+        scope = "" if len(record.ranks) == record.run.status.recorded_ranks else " of these ranks"
         raise RequestError(f"{record.run.id} has recorded no step{scope}: there is nothing to export")
 
 

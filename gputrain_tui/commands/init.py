@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from gputrain_tui.hosts.hostfile import parse_host_list
 from gputrain_tui.output import print_message
 from gputrain_tui.recipe.build import build
-from gputrain_tui.recipe.launch_command import makes_group, split_command, without_group
+from gputrain_tui.recipe.launch_command import makes_group, without_group
 from gputrain_tui.recipe.new_recipe import (
     SCRIPT,
     NewRecipe,
@@ -23,6 +23,7 @@ from gputrain_tui.recipe.new_recipe import (
     examples_folder,
     file_name,
     from_argv,
+    from_pasted,
     read_text_file,
 )
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
@@ -36,7 +37,7 @@ T = TypeVar("T")
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
-    text = "after --: a command of torchrun, accelerate launch, deepspeed or python; without one it is read from "
+    text = "after --: a command of torchrun, accelerate, deepspeed, srun or python; without one it is read from "
     parser.add_argument("argv", metavar="COMMAND", nargs="*", help=f"{text}standard input, or asked for")
     text = "copy a recipe that comes with gputrain, with its comments"
     parser.add_argument("--example", metavar="|".join(example_names()), help=text)
@@ -49,8 +50,7 @@ def run(args: Namespace) -> int:
     if args.example is not None:
         return _write_example(args)
     if args.argv or not sys.stdin.isatty():
-        argv = args.argv or split_command(sys.stdin.read(MAX_RECIPE_BYTES))
-        new = from_argv(argv)
+        new = from_argv(args.argv) if args.argv else from_pasted(sys.stdin.read(MAX_RECIPE_BYTES))
     else:
         new = _from_answers()
     if args.output not in (None, "-"):
@@ -100,8 +100,8 @@ def _write(files: Mapping[Path, str], *, force: bool, notes: Sequence[str] = ())
 
 def _from_answers() -> NewRecipe:
     pasted = _ask(
-        "Paste a torchrun, accelerate or deepspeed command, or press Enter to answer questions",
-        lambda text: from_argv(split_command(text)) if text else None,
+        "Paste the command that starts your training, or press Enter to answer questions",
+        lambda text: from_pasted(text) if text else None,
     )
     if pasted is not None:
         return pasted

@@ -43,7 +43,7 @@ def run(args: Namespace) -> int:
     only = {str(rank) for rank in ranks} or None
     out = sys.stdout.buffer
     on_terminal = out.isatty()
-    several = len(ranks) > 1 or (not ranks and chosen.status.world_size > 1)
+    several = len(ranks) > 1 or (not ranks and chosen.status.recorded_ranks > 1)
     colour = on_terminal and not os.environ.get("NO_COLOR")
 
     def show(name: str, lines: bytes) -> None:

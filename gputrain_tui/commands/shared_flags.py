@@ -49,7 +49,7 @@ def chosen_ranks(args: Namespace, run: Run, *, command: str) -> list[int]:
     """Return the ranks of ``--rank``, ascending; empty without the flag."""
     ranks = sorted(set(args.rank or ()))
     for rank in ranks:
-        if not 0 <= rank < run.status.world_size:
-            last = run.status.world_size - 1
+        if not 0 <= rank < run.status.recorded_ranks:
+            last = run.status.recorded_ranks - 1
             raise RequestError(f"{command}: run {run.id} has no rank {rank}: its ranks are 0 to {last}")
     return ranks

@@ -109,6 +109,8 @@ ACTIONS: tuple[Action, ...] = (
     *_group("Panels", "run rank",
         ("show('log')", "o", "Log", 15, "Show the output of the ranks; press again to zoom"), folds=2),
     *_group("Panels", "rank", ("show('step')", "t", "Step", 12, "Show the rank's step times"), folds=2),
+    *_group("Panels", "rank",
+        ("show('groups')", "C", "Collectives", 0, "Show the rank's collectives by process group, and single calls")),
     *_group("Panels", "run",
         ("show('ranks')", "t", "Table", 0, "Show the table of ranks; press again to zoom"),
         ("show('hardware')", "H", "Hardware", 0, "Show use, memory, temperature and power of hosts and GPUs over time"),

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gputrain_tui.history.hardware_series import HardwareSeries
+from gputrain_tui.history.known_ranks import KnownRanks
 from gputrain_tui.history.log_times import LogTimes
 from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.replay import replay
@@ -21,7 +22,7 @@ from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
 from gputrain_tui.state.standstill import Standstill, StepWatch
 from trainer.contract.errors import RecordError
-from trainer.contract.record import AnyEvent, NodeSample, RunEnded, Step
+from trainer.contract.record import AnyEvent, NodeSample, RunEnded, Step, World
 from trainer.contract.record.checkpoints import checkpoints_in
 from trainer.contract.record.downsampled import DownsampledBlock
 from trainer.contract.record.regular_file import size_of
@@ -57,11 +58,12 @@ class LiveRun:
         self.now = now
         self.plan = _plan(run)
         self.state = self._new_state()
-        self.series = Series(self.state.world_size)
+        recorded = KnownRanks(run.dir).count if self.plan is not None else self.state.world_size
+        self.series = Series(recorded)
         self.hardware = HardwareSeries()
         self.caught_up = False
         """Whether the whole record was read once; until then the state is a past one."""
-        replayed = replay(run.dir, self.state.world_size) if source is None else None
+        replayed = replay(run.dir, recorded, newest=self.state.world_size) if source is None else None
         begin = replayed.begin if replayed is not None else None
         self._source = RunReader(run.dir, begin=begin) if source is None else source
         self._clock = clock
@@ -175,6 +177,8 @@ class LiveRun:
             self.state.apply(event)
             if isinstance(event, Step):
                 self.series.apply(event)
+            elif isinstance(event, World):
+                self.series.change_world(event.world_size)
             elif isinstance(event, NodeSample):
                 self.hardware.apply(event)
                 self._date_logs(event)
@@ -182,12 +186,13 @@ class LiveRun:
             self.series.flush()
 
     def _date_logs(self, sample: NodeSample) -> None:
-        for rank in sample.ranks:
-            if rank.log_bytes is not None:
-                times = self.log_times.get(name := str(rank.rank))
+        of_ranks = [(str(rank.rank), rank.log_bytes) for rank in sample.ranks]
+        for name, size in [(f"node-{sample.node}", sample.log_bytes), *of_ranks]:
+            if size is not None:
+                times = self.log_times.get(name)
                 if times is None:
                     times = self.log_times[name] = LogTimes(self.state.world_size)
-                times.note(rank.log_bytes, sample.time)
+                times.note(size, sample.time)
 
     def _check_status(self, now: float) -> None:
         if now - self._status_at < STATUS_INTERVAL_S:

@@ -36,9 +36,9 @@ __all__ = ["HISTORY", "KINDS", "Diagnosis"]
 
 KINDS = frozenset((
     "straggler", "imbalance", "input_bound", "communication_bound", "cpu_contention", "memory_creep", "non_finite",
-    "loss_spike", "outside_torch", "stalled", "gpu_throttled",
+    "loss_spike", "outside_torch", "stalled", "gpu_throttled", "desync",
 ))  # fmt: skip
-"""Kinds of findings that this package raises; the ranks raise the others themselves."""
+"""Kinds of findings that this package raises; ``desync`` is also raised by ranks that compare themselves."""
 
 Key = tuple[str, int | None]
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Diagnosis:
         """Return the findings raised or cleared since the last update of a state that keeps ``HISTORY`` step events."""
         if not self._adopted:  # the findings that an earlier process has raised and not cleared
             self._adopted = True
-            self._raised = {key: (finding, 0.0) for key, finding in state.findings.items() if finding.kind in KINDS}
+            self._raised = {key: (finding, 0.0) for key, finding in state.findings.items() if finding.diagnosed}
         self._activity.update(state, now)
         present: dict[Key, Symptom] = {}
         for symptom in self._symptoms(state, now):
@@ -150,7 +150,7 @@ class Diagnosis:
             "non_finite": lambda: self._non_finite.symptoms(state, now),
             "memory_creep": lambda: self._memory.symptoms(state),
             "outside_torch": lambda: outside_torch(state, self._timeline),
-            "desync": lambda: [] if self._ranks_reported_desync(state) else desync(state),
+            "desync": lambda: [] if _ranks_reported_desync(state) else desync(state),
             "stalled": lambda: stalls(state, self._activity, now),
         }
         if added is None:
@@ -166,19 +166,17 @@ class Diagnosis:
             **checks,
         }
 
-    def _ranks_reported_desync(self, state: RunState) -> bool:
-        """Whether the ranks themselves have raised a desync finding, which has more detail."""
-        return any(key[0] == "desync" and key not in self._raised for key in state.findings)
-
     def _is_new(self, key: Key, symptom: Symptom) -> bool:
         """Whether a symptom is not raised yet, or without the cause that is known now, or as a much smaller one.
 
-        Ranks that wait for cores may do so for another cause than before: a quota that is set, or lifted.
+        Ranks that wait for cores may do so for another cause than before: a quota that is set, or lifted. Which
+        collectives stalled ranks have called may come later than the stall.
         """
         if key not in self._raised:
             return True
         cause = self._raised[key][0].cause
-        other = cause == "unattributed" or symptom.cause == "cpu_quota" or symptom.kind == "cpu_contention"
+        named = symptom.cause in ("cpu_quota", "collectives") or symptom.kind == "cpu_contention"
+        other = cause == "unattributed" or named
         if other and symptom.cause != cause:
             return True
         raised_ms = self._raised[key][0].evidence.get("excess_ms", math.inf)
@@ -197,3 +195,8 @@ class Diagnosis:
             cleared = replace(finding, time=now, state="cleared", step=state.step, line="", evidence={}, advice="")
             events.append(cleared)
         return events
+
+
+def _ranks_reported_desync(state: RunState) -> bool:
+    """Whether the ranks themselves have raised a desync finding, which has more detail."""
+    return any(finding.kind == "desync" and not finding.diagnosed for finding in state.findings.values())

@@ -8,6 +8,7 @@ CAUSE_NAMES = {
     "forward": "its forward pass",
     "backward": "its backward pass",
     "optimizer": "its optimizer step",
+    "other": "the script's own code outside of forward, backward and optimizer",
     "garbage_collection": "Python's garbage collection",
     "cpu_steal": "CPU time that other virtual machines take on its host",
     "core_wait": "waiting for a free core",
@@ -36,6 +37,8 @@ ADVICE = {
     "backward": "compare its device, its input sizes and other processes there with those of the other ranks; "
     "hooks that only this rank runs are a common cause",
     "optimizer": "look for work that only this rank does after a step: logging, saving, clipping",
+    "other": "look for work that only this rank does there: reading data without a DataLoader, logging, metrics, "
+    "saving; in the console (gputrain attach), K on the rank's page shows where",
     "garbage_collection": "collect on all ranks at the same step (gc.disable, then gc.collect every few hundred "
     "steps) and call gc.freeze before training",
     "cpu_steal": "the host is overcommitted: move this node to another host, or ask for dedicated cores",
@@ -54,8 +57,14 @@ ADVICE = {
     "ranks wait for data before every step",
     "outside_torch": "in the console (gputrain attach), K on a rank's page shows where; metrics, "
     "logging, saving and .item() in every step are common causes: do them every few steps",
+    "outside_torch_data": "the data of this script comes from no DataLoader, so reading it counts there: a DataLoader "
+    "with num_workers reads ahead; otherwise metrics, logging, saving and .item() in every step are common causes. In "
+    "the console (gputrain attach), K on a rank's page shows where",
     "communication_bound": "synchronise less often (update_freq), use larger buckets (bucket_cap_mb), send bf16 "
     "gradients (ddp_comm_hook = bf16), and check that the fastest network interface is used",
+    "communication_bound_groups": "synchronise less often (gradient accumulation), send bf16 (MixedPrecisionPolicy), "
+    "shard in larger parts (fewer fully_shard calls) so that they overlap with computing, keep groups that exchange "
+    "most, as of tensor parallelism, within a host, and check that the fastest network interface is used",
     "imbalance": "batches of unequal length are the usual cause: group samples of equal length (sort them, "
     "max_tokens) or balance the tokens over the ranks; otherwise look for occasional work of single ranks: "
     "augmentation, reading, logging, garbage collection",
@@ -68,6 +77,8 @@ ADVICE = {
     "resume from a checkpoint from before step {step} with a lower one, with clipped gradients (clipping does not "
     "remove a NaN), or with bf16 instead of fp16. If it recurs at the same step, look at that batch; "
     "torch.autograd.set_detect_anomaly(True) names the operation",
+    "collectives": "all ranks of a group must call the same collectives in the same order, with tensors of equal size: "
+    "look for a branch, a loop or a batch that depends on the rank; `gputrain stacks RUN` shows the lines",
     "desync": "stop and resume from the last checkpoint; look for a step, a learning rate or a random choice that "
     "depends on the rank, and for parameters that changed outside the optimizer",
     "loss_spike": "lower the learning rate or clip gradients (clip_norm); look at the data of these steps",

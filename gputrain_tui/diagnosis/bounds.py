@@ -12,6 +12,7 @@ from gputrain_tui.diagnosis.statistics import quantile
 from gputrain_tui.diagnosis.symptom import Symptom, percent
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RunState
+from gputrain_tui.state.process_groups import least_transfer_of_calls_ms, transfers
 
 
 def bounds(state: RunState, timeline: Timeline, *, throttled: bool = False) -> list[Symptom]:
@@ -56,6 +57,7 @@ def outside_torch(state: RunState, timeline: Timeline) -> list[Symptom]:
         return []
     share = median(shares)
     others = [(each.share("data"), each.compute_share, each.share("optimizer"), each.share("sync")) for each in sums]
+    reads = all(view.last is not None and view.last.data_ms is None for view in state.ranks.values())
     largest = max(median([part or 0.0 for part in column]) for column in zip(*others, strict=True))
     return [
         Symptom(
@@ -64,13 +66,14 @@ def outside_torch(state: RunState, timeline: Timeline) -> list[Symptom]:
             threshold=max(limit.MIN_DATA_SHARE, largest),
             cause="other",
             step=state.step,
-            message=f"{percent(share)} of a step is the script's own code between optimizer and data",
+            message=f"{percent(share)} of a step is the script's own code between "
+            + ("optimizer, forward and backward" if reads else "optimizer and data"),
             evidence={
                 "other_share": share,
                 "other_ms": median([each.mean_phase_ms("other") or 0.0 for each in sums]),
                 "step_ms": median([each.mean_step_ms or 0.0 for each in sums]),
             },
-            advice=ADVICE["outside_torch"],
+            advice=ADVICE["outside_torch_data" if reads else "outside_torch"],
         )
     ]
 
@@ -79,6 +82,9 @@ def _communication(state: RunState, window: Sequence[StepRow]) -> Symptom | None
     bare_ms = wire_ms(window)
     if bare_ms is None or len(window[0].phases) < 2 or not window[-1].synced:
         return None
+    of_calls_ms = least_transfer_of_calls_ms({rank: view.groups for rank, view in state.ranks.items()})
+    if of_calls_ms is not None:  # ranks that are last in turn within a step wait for each other, not for transfers
+        bare_ms = min(bare_ms, of_calls_ms)
     step_ms = median([row.step_ms for row in window])
     share = bare_ms / step_ms
     if share < limit.CLEAR_SHARE * limit.MIN_WIRE_SHARE:
@@ -95,6 +101,8 @@ def _communication(state: RunState, window: Sequence[StepRow]) -> Symptom | None
         evidence["sync_bytes"] = float(last.sync_bytes)
     if (bandwidth := state.bus_bytes_per_s) is not None:
         evidence["bus_bytes_per_s"] = bandwidth
+    in_groups = bool(window[-1].group_waits)
+    what = "communication" if in_groups else "gradient exchange"
     return Symptom(
         kind="communication_bound",
         value=share,
@@ -102,9 +110,20 @@ def _communication(state: RunState, window: Sequence[StepRow]) -> Symptom | None
         severity="critical" if share >= limit.BOUND_CRITICAL_SHARE else "warning",
         cause="communication",
         step=window[-1].step,
-        message=f"gradient exchange that computing does not hide takes {percent(share)} of a step "
-        f"({bare_ms:.1f} of {step_ms:.1f} ms): even the last rank waits that long"
+        message=f"{what} that computing does not hide takes {percent(share)} of a step "
+        f"({bare_ms:.1f} of {step_ms:.1f} ms): even the last rank waits that long{_most(window)}"
         + (" (at most: waits for a core were not measured and are included)" if estimate else ""),
         evidence=evidence,
-        advice=ADVICE["communication_bound"],
+        advice=ADVICE["communication_bound_groups" if in_groups else "communication_bound"],
     )
+
+
+def _most(window: Sequence[StepRow]) -> str:
+    """Return in which groups the transfers take longest, as the end of a sentence; empty with groups of one name."""
+    total_ms: dict[str, list[float]] = {}
+    for row in window:
+        for group, bare_ms in transfers(row.group_waits).items():
+            total_ms.setdefault(group.name, []).append(bare_ms)
+    if len(total_ms) < 2:
+        return ""
+    return f", longest in {max(total_ms, key=lambda name: median(total_ms[name]))}"

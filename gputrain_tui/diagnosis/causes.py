@@ -59,6 +59,9 @@ def cause_of(
             return known_cause(phase)
         because = f"because all of its phases take longer, most of all {CAUSE_NAMES[phase]} (+{phases[phase]:.1f} ms)"
         return Cause(name="unattributed", because=because)
+    measured = (last := state.ranks[rank].last) is not None and last.forward_ms is not None
+    if phase == "other" and phases[phase] >= least and state.plan is None and measured:
+        return _own_code(state, rank)
     if len(longer := [name for name in PHASES if phases[name] >= 0.1 * late_ms]) > 1:
         known = ", ".join(f"{name} +{phases[name]:.1f} ms" for name in longer)
         return Cause(name="unattributed", because=f"for no single reason: {known}")
@@ -68,6 +71,14 @@ def cause_of(
 def known_cause(name: str, evidence: Mapping[str, float] | None = None) -> Cause:
     """Return a cause of ``CAUSE_NAMES``."""
     return Cause(name=name, because=f"because of {CAUSE_NAMES[name]}", evidence=evidence or {})
+
+
+def _own_code(state: RunState, rank: int) -> Cause:
+    """Return the cause of a script's time between the calls of torch that are measured: a task's is not its user's."""
+    last = state.ranks[rank].last
+    reads = last is not None and last.data_ms is None
+    how = ", where it also reads its data, without a DataLoader" if reads else ""
+    return Cause(name="other", because=f"because of {CAUSE_NAMES['other']}{how}")
 
 
 def _is_out_of_proportion(phase: str, excess_ms: float, late_ms: float, index: int, window: Sequence[StepRow]) -> bool:

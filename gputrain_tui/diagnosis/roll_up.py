@@ -1,22 +1,23 @@
-"""Rolls up the stragglers of one node into one finding for views: the record keeps one for each rank."""
+"""Rolls up the stragglers of one node or process group into one finding: the record keeps one for each rank."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
 from gputrain_tui.diagnosis.symptom import percent
 from gputrain_tui.state import RankView, RunState
+from gputrain_tui.tables import ranks_text
 from trainer.contract.record import Event, Finding
 
 AnyFinding = TypeVar("AnyFinding", bound=Event)
 
 
 def roll_up(events: Iterable[AnyFinding], ranks: Mapping[int, RankView]) -> list[AnyFinding]:
-    """Return the events with the stragglers of a node merged into one finding, in the place of the first."""
+    """Return the events with the stragglers of a node or group merged into one finding, in the place of the first."""
     return [event for event, _ in roll_up_with_members(events, ranks)]
 
 
@@ -27,7 +28,7 @@ def roll_up_with_members(
 
     A merged finding is that of the rank that is latest, with the number of ranks as the evidence ``ranks``. Stragglers
     with different causes are not merged, nor those of a run on one node or of a node with at least half of its ranks
-    in time.
+    in time, nor those of a process group with a rank in time.
     """
     listed = list(events)
     nodes = {rank: view.node for rank, view in ranks.items() if view.node is not None}
@@ -41,6 +42,12 @@ def roll_up_with_members(
     for (node, *_), group in groups.items():
         if len(group) > max(1, sizes[node] / 2):
             merged |= dict.fromkeys(map(id, group), (_of_node(group), group))
+    left = [
+        each for each in listed if isinstance(each, Finding) and each.kind == "straggler" and id(each) not in merged
+    ]
+    for name, group in _of_groups(left, ranks):
+        if not any(id(finding) in merged for finding in group):
+            merged |= dict.fromkeys(map(id, group), (_of_group(name, group), group))
     pairs = (merged.get(id(event), (event, ())) for event in listed)
     return list({id(event): (event, members) for event, members in pairs}.values())
 
@@ -64,17 +71,44 @@ def newest_findings_with_members(state: RunState) -> list[tuple[Finding, bool, S
     return entries
 
 
+def _of_groups(findings: Iterable[Finding], ranks: Mapping[int, RankView]) -> Iterator[tuple[str, list[Finding]]]:
+    """Yield each process group, smaller than the world, whose ranks are all late for the same reason."""
+    late: dict[tuple[str | None, str], dict[int, Finding]] = defaultdict(dict)
+    for finding in findings:
+        if finding.rank is not None:
+            late[finding.cause, finding.state][finding.rank] = finding
+    members = {rank for of_ranks in late.values() for rank in of_ranks if len(of_ranks) > 1}
+    views = [ranks[rank] for rank in sorted(members) if rank in ranks]
+    for group in dict.fromkeys(group for view in views for group in view.groups.by_name.values()):
+        for of_ranks in late.values():
+            if 1 < len(group.ranks) < len(ranks) and all(rank in of_ranks for rank in group.ranks):
+                yield group.name, [of_ranks[rank] for rank in group.ranks]
+
+
+def _of_group(name: str, group: list[Finding]) -> Finding:
+    members = [finding.rank for finding in group if finding.rank is not None]
+    merged = _merged(group, f"{ranks_text(members)} ({name})")
+    return replace(merged, ranks=members, message=merged.message.partition("; ")[0])
+
+
 def _of_node(group: list[Finding]) -> Finding:
-    latest = max(group, key=lambda finding: finding.evidence.get("excess_ms", 0.0))
+    latest = _latest(group)
+    return replace(_merged(group, f"{len(group):,} ranks of {latest.host or 'a node'}"), device=None)
+
+
+def _latest(group: list[Finding]) -> Finding:
+    return max(group, key=lambda finding: finding.evidence.get("excess_ms", 0.0))
+
+
+def _merged(group: list[Finding], who: str) -> Finding:
+    latest = _latest(group)
     known_ms = [finding.evidence["excess_ms"] for finding in group if "excess_ms" in finding.evidence]
     longer = f"{min(known_ms):.1f} to {max(known_ms):.1f} ms longer" if known_ms else "longer"
     share = latest.evidence.get("excess_share")
     of_step = f" (up to {percent(share)} of a step)" if share is not None else ""
     because = latest.message.partition(" of a step), ")[2].replace(" its ", " their ")
-    who = f"{len(group):,} ranks of {latest.host or 'a node'}"
     return replace(
         latest,
-        device=None,
         message=f"{who} take {longer} than the others in each step{of_step}, {because}",
         evidence={**latest.evidence, "ranks": float(len(group))},
     )

@@ -8,7 +8,7 @@ machine most of the difference between two steps is waiting for a core, which th
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -16,6 +16,7 @@ from statistics import fmean, median, median_low
 from typing import NamedTuple
 
 from gputrain_tui.diagnosis.statistics import excess, median_without
+from gputrain_tui.state.process_groups import ProcessGroup, least_transfer_ms
 from gputrain_tui.state.synchronisation import late_ms
 
 PHASES = ("data", "h2d", "forward", "backward", "optimizer", "other")
@@ -45,7 +46,7 @@ class StepPhases(NamedTuple):
     """``exposed`` without the wait for a core at its end."""
     step: float
     """Duration of the whole step by the clock."""
-    samples: float
+    samples: float | None
     tokens: float | None
     """Tokens that this rank read in the step; None where the task counts none."""
 
@@ -66,6 +67,8 @@ class StepRow:
     waits: Sequence[tuple[float, ...]]
     """Per step the ranks' waits for the synchronisation, ms; empty where the record has only their means."""
     steps: int = 1
+    group_waits: Sequence[Mapping[ProcessGroup, float]] = ()
+    """Per rank its wait in each of its process groups, mean ms; empty where the record has none by group."""
     straggling: bool = False
     """Whether a straggler was known at this step, so that the row does not count for the usual noise."""
     _sorted: dict[str, list[float]] = field(default_factory=dict)
@@ -93,12 +96,22 @@ class StepRow:
     def wire_ms(self) -> float | None:
         """Bare transfer, ms: in each step the wait of the last rank to arrive, as the others also wait for that rank.
 
-        None where only means over several steps are known: with ranks late in turns, all of these include waits.
+        Where ranks wait in several groups, it is the sum of these over the groups of a rank. None where only means over
+        several steps are known: with ranks late in turns, all of these include waits.
         """
         if not self.synced or not self.waits:
             return None
         mean = min(rank_phases.wire for rank_phases in self.phases if rank_phases.wire is not None)
-        return min(mean, fmean(map(min, self.waits)))
+        return min(mean, fmean(map(min, self.waits)), *self._transfers_ms)
+
+    @property
+    def _transfers_ms(self) -> Sequence[float]:
+        """Mean bare transfer over the groups, with that of DDP's buckets, ms; empty without groups."""
+        if not self.group_waits:
+            return ()
+        totals = [rank_phases.exposed or 0.0 for rank_phases in self.phases]
+        ddp = [total - sum(waits.values()) for total, waits in zip(totals, self.group_waits, strict=True)]
+        return (least_transfer_ms(self.group_waits) + max(min(ddp), 0.0),)
 
     @cached_property
     def waits_with_cores(self) -> Sequence[Sequence[float]]:
@@ -152,6 +165,17 @@ class StepRow:
         waits = self.waits or [tuple(rank_phases.exposed or 0.0 for rank_phases in self.phases)]
         return fmean(late_ms(each)[index] for each in waits)
 
+    def waiting(self, group: ProcessGroup, index: int, ranks: Sequence[int]) -> dict[int, float]:
+        """Return how much longer than one rank each other one of its group waits in that group, ms; by rank.
+
+        ``ranks`` are those of the rows, in their order.
+        """
+        own = self.group_waits[index].get(group) if self.group_waits else None
+        if own is None:
+            return {}
+        waits = zip(ranks, self.group_waits, strict=True)
+        return {rank: each[group] - own for rank, each in waits if group in each and rank != ranks[index]}
+
     def without_broadcast_wait(self, leader: int, followers: frozenset[int]) -> StepRow:
         """Return the row without the waits of followers for a leader in their forward pass, all by index."""
         key = leader, followers
@@ -163,7 +187,7 @@ class StepRow:
                 lead = first.before_forward - rank_phases.before_forward
                 wait = max(0.0, min(rank_phases.forward - first.forward, lead))
                 all_phases[index] = rank_phases._replace(forward=rank_phases.forward - wait, own=rank_phases.own - wait)
-            row = StepRow(self.step, all_phases, self.waits, self.steps, self.straggling)
+            row = StepRow(self.step, all_phases, self.waits, self.steps, self.group_waits, self.straggling)
             self._without_wait = key, row
         return self._without_wait[1]
 

@@ -15,9 +15,11 @@ from msgspec.structs import replace
 
 from gputrain_tui.diagnosis import thresholds as limit
 from gputrain_tui.diagnosis.advice import ADVICE
+from gputrain_tui.diagnosis.collective_waits import waiting_text, waits, with_mismatch
 from gputrain_tui.diagnosis.symptom import Symptom
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.standstill import RecordWatch
+from gputrain_tui.state.synchronisation import synchronised
 
 PHASE_TEXT = {
     "data": "waiting for data",
@@ -100,6 +102,19 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
         return []
     if any(kind == "host_silent" for kind, _ in state.findings):
         return []  # the progress of its ranks is unknown, and the others wait for them
+    symptoms: list[Symptom] = []
+    for ranks in synchronised(state.ranks.values()):
+        views = [view for rank, view in state.ranks.items() if rank in ranks]
+        found = _stalls_among(state, views, activity, now)
+        symptoms += with_mismatch(found, views, state.stacks) if found else []
+    return symptoms
+
+
+def _stalls_among(state: RunState, views: Sequence[RankView], activity: RankActivity, now: float) -> list[Symptom]:
+    """Return the stalls of ranks that wait for each other."""
+    running = [view for view in views if view.state != "finished"]
+    if not running:
+        return []
     # Events that a silent host has held back arrive late: time counts from the end of the silence.
     silences = {view.rank: activity.silence_s(view, now, since=state.silence_changed_at) for view in running}
     if stopped := [view for view in running if _is_stopped(view) and silences[view.rank] >= limit.MIN_STOPPED_S]:
@@ -110,8 +125,8 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
     if any(view.stage == "compile" and activity.works(view, now) for view in running):
         return []  # a compilation may take longer than all steps, and the others wait for it
     ahead = max(view.step for view in running)
-    finished = [view for view in state.ranks.values() if view.state == "finished"]
-    left_behind = _left_behind(state, activity)
+    finished = [view for view in views if view.state == "finished"]
+    left_behind = _left_behind(views, activity)
     running = [view for view in running if view.rank not in left_behind]
     if finished:
         # Ranks that have done all steps end before those that still evaluate or save.
@@ -123,7 +138,7 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
         if not early or threshold_s is None:
             return []
         return [_left_symptom(view, shortest_s, threshold_s, ahead) for view in early]
-    missing = awaited_ranks(state, exclude=left_behind)
+    missing = awaited_ranks(state, exclude=left_behind | (set(state.ranks) - {view.rank for view in views}))
     if missing:
         symptoms = []
         for view in missing:
@@ -133,7 +148,9 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
             if view.stage in (*START_STAGES, "first_step") and activity.works(view, now):
                 threshold_s = max(threshold_s, limit.NEW_STAGE_BUSY_S)  # imports and first steps differ between ranks
             if silences[view.rank] >= threshold_s / 2:
-                symptoms.append(_behind_symptom(view, silences[view.rank], threshold_s, ahead, alone=len(missing) == 1))
+                alone = len(missing) == 1
+                symptom = _behind_symptom(view, silences[view.rank], threshold_s, ahead, alone=alone)
+                symptoms.append(replace(symptom, message=symptom.message + waiting_text(running, view)))
         return symptoms
     learnt_s = _stall_threshold_s(state, running)
     if learnt_s is None:
@@ -145,12 +162,12 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
     return [_common_symptom(running, _outlier(running), shortest_s, threshold_s)]
 
 
-def _left_behind(state: RunState, activity: RankActivity) -> set[int]:
+def _left_behind(views: Sequence[RankView], activity: RankActivity) -> set[int]:
     """Return the ranks without which another one has trained on for a while, so that no rank waits for them.
 
     They have run out of data in DDP's ``join()``, or synchronise nothing.
     """
-    ranks = [view for view in state.ranks.values() if view.rank in activity.progressed_at]
+    ranks = [view for view in views if view.rank in activity.progressed_at]
     first = max(ranks, key=lambda view: view.step, default=None)
     return {
         view.rank
@@ -170,7 +187,7 @@ def awaited_ranks(state: RunState, *, exclude: Collection[int] = ()) -> list[Ran
         return [view for view in running if view.rank in state.joining.missing]
     positions = {view.rank: _position(view) for view in running}
     ahead = max(positions.values(), default=None)
-    behind = [view for view in running if positions[view.rank] != ahead]
+    behind = _not_waiting([view for view in running if positions[view.rank] != ahead])
     if 0 < len(behind) <= len(running) / 2:
         return behind
     progress = {view.rank: _progress(view) for view in running}
@@ -178,8 +195,13 @@ def awaited_ranks(state: RunState, *, exclude: Collection[int] = ()) -> list[Ran
     if len(known) < len(running) and not {"sync", "group"} & set(known):
         return []
     furthest = max(progress.values(), default=None)
-    behind = [view for view in running if progress[view.rank] != furthest]
+    behind = _not_waiting([view for view in running if progress[view.rank] != furthest])
     return behind if 0 < len(behind) <= len(running) / 2 else []
+
+
+def _not_waiting(behind: list[RankView]) -> list[RankView]:
+    """Return the ranks that do not wait for others; all of them where all wait."""
+    return [view for view in behind if not waits(view)] or behind
 
 
 def _position(view: RankView) -> Position:
@@ -230,7 +252,7 @@ def _idle_symptoms(views: Sequence[RankView], activity: RankActivity, now: float
     if shortest_s < threshold_s / 2 or len(active) > len(views) / 2:
         return []
     outlier = active[0] if len(active) == 1 else None if active else _sleeping_outlier(views)
-    return [_common_symptom(views, outlier, shortest_s, threshold_s)]
+    return [_common_symptom(views, outlier, shortest_s, threshold_s, idle=len(idle))]
 
 
 def _whole_s(seconds: float) -> int:
@@ -270,13 +292,20 @@ def _left_symptom(view: RankView, silence_s: float, threshold_s: float, ahead: i
 
 
 def _common_symptom(
-    views: Sequence[RankView], outlier: RankView | None, silence_s: float, threshold_s: float
+    views: Sequence[RankView], outlier: RankView | None, silence_s: float, threshold_s: float, *, idle: int = 0
 ) -> Symptom:
-    """Return the stall of all ranks, attributed to the outlier if there is one."""
+    """Return the stall of all ranks, attributed to the outlier if there is one.
+
+    ``idle``: number of ranks whose processes have done nothing for so long, if that is why they are stalled.
+    """
     step = min(view.step for view in views)
     after = f", after step {step}" if step else ""
     stage = views[0].stage
-    if any(view.stage != stage for view in views) or stage in ("training", "first_step"):
+    if idle and not step and all(view.stage == "first_step" for view in views):
+        # Steps of a script may not be seen: what is known is that its processes do nothing.
+        who = "every rank has" if idle == len(views) else f"{idle} of {len(views)} ranks have"
+        message = f"no step was seen, and {who} done nothing for more than {_whole_s(silence_s)} s"
+    elif any(view.stage != stage for view in views) or stage in ("training", "first_step"):
         message = f"no rank has done a step for more than {_whole_s(silence_s)} s{after}"
     else:
         message = f"every rank {STAGE_TEXT[stage]} for more than {_whole_s(silence_s)} s{after}"
@@ -370,7 +399,8 @@ def _position_text(view: RankView) -> str:
     """Return a rank's position and its process's activity as the end of a sentence; empty where unknown."""
     phase, load = _phase(view), _busy_or_idle(view)
     line = _line(view)
-    known = [f"rank {view.rank} is {PHASE_TEXT[phase]}{line and f' ({line})'}"] if phase is not None else []
+    waits_in = f"waiting in {view.doing.waits_in}" if view.doing is not None and view.doing.waits_in else ""
+    known = [f"rank {view.rank} is {waits_in or PHASE_TEXT[phase]}{line and f' ({line})'}"] if phase is not None else []
     known += [f"rank {view.rank} is at {line}"] if phase is None and line else []
     if _is_stopped(view):
         continues = f"; `kill -CONT {view.pid}` continues it" if view.pid else ""

@@ -8,6 +8,8 @@ from collections.abc import Sequence, Set
 from itertools import accumulate, islice
 from statistics import median
 
+from msgspec.structs import replace
+
 from gputrain_tui.diagnosis import thresholds as limit
 from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.diagnosis.broadcast import BroadcastWait
@@ -18,6 +20,8 @@ from gputrain_tui.diagnosis.symptom import Symptom, percent
 from gputrain_tui.diagnosis.thresholds import WINDOW_ROWS
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RunState
+from gputrain_tui.state.process_groups import RankGroups
+from gputrain_tui.tables import ranks_text
 
 
 def stragglers(
@@ -119,8 +123,33 @@ def _own_work_symptom(
         **{f"{phase}_excess_ms": value for phase, value in phases.items() if abs(value) >= 0.05 * late_ms},
     }
     confirmed = lasting and len(agreeing) >= limit.MIN_AGREEING_SHARE * len(recent)
-    return _symptom(
+    symptom = _symptom(
         rank, late_ms, step_ms, max(gate, noise), cause, evidence, step=window[-1].step, confirmed=confirmed
+    )
+    return _with_waiting(symptom, state.ranks[rank].groups, agreeing, index, ranks)
+
+
+def _with_waiting(
+    symptom: Symptom, groups: RankGroups, rows: Sequence[StepRow], index: int, ranks: Sequence[int]
+) -> Symptom:
+    """Return a rank's symptom with the ranks that wait for it in groups that are smaller than the world."""
+    waiting: dict[str, list[int]] = {}
+    for group in groups.by_name.values():
+        extra: dict[int, list[float]] = {}
+        for row in rows if 1 < len(group.ranks) < len(ranks) else ():
+            for rank, wait in row.waiting(group, index, ranks).items():
+                extra.setdefault(rank, []).append(wait)
+        least_ms = symptom.value / 2
+        if known := [rank for rank, waits in sorted(extra.items()) if median(waits) >= least_ms]:
+            waiting[group.name] = known
+    if not waiting:
+        return symptom
+    parts = [f"{ranks_text(of)} of {name}" for name, of in waiting.items()]
+    alone = len(waiting) == 1 and all(len(of) == 1 for of in waiting.values())
+    return replace(
+        symptom,
+        message=f"{symptom.message}; {' and '.join(parts)} {'waits' if alone else 'wait'} for it",
+        evidence={**symptom.evidence, "waiting": float(len({rank for of in waiting.values() for rank in of}))},
     )
 
 

@@ -20,7 +20,7 @@ class Symptom(Finding, kw_only=True, tag="symptom"):
     def finding(self, view: RankView | None, now: float) -> Finding:
         """Return the finding; ``view``: its rank."""
         finding = Finding(**{name: getattr(self, name) for name in Finding.__struct_fields__})
-        finding.time = now
+        finding.time, finding.diagnosed = now, True
         finding.evidence = {name: round(value, 4) for name, value in self.evidence.items()}
         if self.host is None and view is not None:
             finding.host, finding.device = view.host, view.device

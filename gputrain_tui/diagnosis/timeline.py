@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple, cast
 
 from gputrain_tui.diagnosis import thresholds as limit
 from gputrain_tui.diagnosis.row import StepPhases, StepRow
 from gputrain_tui.state import RankView, RunState
+from gputrain_tui.state.process_groups import ProcessGroup
 from trainer.contract.record import Step
 
 
@@ -29,6 +30,8 @@ class StepRange(NamedTuple):
     loss: float | None
     waits: Sequence[float | None]
     """Its wait for the synchronisation in each step, ms; None where the record has only a mean over several."""
+    group_waits: Mapping[ProcessGroup, float]
+    """Its wait in each process group, mean ms; empty where the record has none."""
 
 
 class RankSteps:
@@ -49,14 +52,15 @@ class RankSteps:
         if self.last_reported and new >= kept:
             return False
         for index in range(max(kept - new, 0), kept):
-            self._append(view.steps[index])
+            event = view.steps[index]
+            self._append(event, view.groups.waits(event))
         return True
 
     def drop_through(self, step: int) -> None:
         while self.ranges and self.ranges[0].last <= step:
             self.ranges.popleft()
 
-    def _append(self, event: Step) -> None:
+    def _append(self, event: Step, groups: Mapping[ProcessGroup, float]) -> None:
         first = event.step - event.steps + 1
         if first > self.last_reported + 1:
             self._step_end = None
@@ -67,7 +71,7 @@ class RankSteps:
         rank_phases, end_wait = _step_phases(event)
         if rank_phases is None:
             self._step_end = None
-            self.ranges.append(StepRange(first, event.step, event.step, None, loss, waits))
+            self.ranges.append(StepRange(first, event.step, event.step, None, loss, waits, groups))
         else:
             tail, end = self._step_end, (rank_phases.optimizer, rank_phases.other, end_wait)
             # An unmeasured wait is part of ``other``, which must not count as work of the next step.
@@ -78,12 +82,11 @@ class RankSteps:
                 own = rank_phases.own - rank_phases.optimizer - rank_phases.other + optimizer + other
                 before = rank_phases.core_wait_before - end_wait + waited
                 start = rank_phases._replace(optimizer=optimizer, other=other, own=own, core_wait_before=before)
-                self.ranges.append(StepRange(first, first, event.step, start, loss, waits[:1]))
+                self.ranges.append(StepRange(first, first, event.step, start, loss, waits[:1], groups))
                 begins = first + 1
             if begins <= event.step:
-                self.ranges.append(
-                    StepRange(begins, event.step, event.step, rank_phases, loss, waits[begins - first :])
-                )
+                rest = waits[begins - first :]
+                self.ranges.append(StepRange(begins, event.step, event.step, rank_phases, loss, rest, groups))
         self.last_reported = event.step
 
 
@@ -162,7 +165,8 @@ class Timeline:
             if any(len(waits) != last - first + 1 for waits in each_rank):
                 return  # a rank's record has a gap within these steps
             waits = [cast(tuple[float, ...], each) for each in zip(*each_rank, strict=True) if None not in each]
-            self.rows.append(StepRow(last, measured, waits, last - first + 1))
+            groups = [_mean_group_waits(each) for each in parts]
+            self.rows.append(StepRow(last, measured, waits, last - first + 1, groups if any(groups) else ()))
 
 
 def _within(steps: RankSteps, first: int, last: int) -> Iterator[tuple[int, StepRange]]:
@@ -189,6 +193,18 @@ def _mean_phases(phases: Sequence[tuple[int, StepRange]]) -> StepPhases | None:
     )
 
 
+def _mean_group_waits(phases: Sequence[tuple[int, StepRange]]) -> Mapping[ProcessGroup, float]:
+    """Return the mean of a rank's waits in each group over some steps."""
+    if len(phases) == 1:
+        return phases[0][1].group_waits
+    total = sum(steps for steps, _ in phases)
+    means: dict[ProcessGroup, float] = {}
+    for steps, step_range in phases:
+        for group, wait in step_range.group_waits.items():
+            means[group] = means.get(group, 0.0) + wait * steps / total
+    return means
+
+
 def _waits(parts: Sequence[tuple[int, StepRange]], first: int, last: int) -> list[float | None]:
     return [
         wait
@@ -205,9 +221,11 @@ def _mean_loss(phases: Sequence[tuple[int, StepRange]]) -> float | None:
 def _step_phases(event: Step) -> tuple[StepPhases | None, float]:
     """Return the phases of an event, with the end of the same step, and the waits for a core at that end, ms.
 
-    None where its phases were not measured.
+    None where its phases were not measured. Where only its collectives were, all of its own work is in ``other``.
     """
     step_ms, forward_ms, backward_ms = event.step_ms, event.forward_ms, event.backward_ms
+    if event.groups and event.sync_exposed_ms is not None:  # measured by themselves, not as the rest of a phase
+        forward_ms, backward_ms = forward_ms or 0.0, backward_ms or 0.0
     if step_ms is None or forward_ms is None:
         return None, 0.0
     data, h2d = event.data_ms or 0.0, event.h2d_ms or 0.0
@@ -232,7 +250,7 @@ def _step_phases(event: Step) -> tuple[StepPhases | None, float]:
             wire = max(0.0, exposed - waits.get("sync", 0.0))
     own = data + h2d + forward + backward + optimizer + other
     gc = event.gc_ms or 0.0
-    samples = event.samples / event.steps
+    samples = None if event.samples is None else event.samples / event.steps
     tokens = None if event.tokens is None else event.tokens / event.steps
     return StepPhases(
         data, h2d, forward, backward, optimizer, other, own, core_wait, core_wait_before, gc, exposed, wire, step_ms,

@@ -32,6 +32,7 @@ COLUMNS: tuple[tuple[TableColumn, int, Callable[[RankView, Lateness], str]], ...
     (TableColumn("steps", right=True), 0, lambda view, _: number(view.totals.steps, 0)),
     (TableColumn("loss", right=True), 0, lambda view, _: loss_text(view.loss)),
     (TableColumn("samples/s", right=True), 0, lambda view, _: number(view.totals.samples_per_s)),
+    (TableColumn("steps/s", right=True), 0, lambda view, _: number(view.totals.steps_per_s)),
     (TableColumn("step ms", right=True), 4, lambda view, _: number(view.totals.mean_step_ms)),
     (TableColumn("late ms", right=True), 5, lambda view, late: number(late.get(view.rank))),
     (TableColumn("data", right=True), 0, lambda view, _: percent(view.totals.share("data"))),
@@ -43,6 +44,7 @@ COLUMNS: tuple[tuple[TableColumn, int, Callable[[RankView, Lateness], str]], ...
 """Columns of the closing table: title, order of omission on a narrow terminal (0: never), cell.
 
 The loss is of the rank's last step, all other values are over the whole run; the shares of a step add up to 100 %.
+Steps a second stand in for samples where no rank counts any.
 """
 
 
@@ -51,10 +53,12 @@ def closing_table(state: RunState, width: int) -> list[list[Piece]]:
     views = list(state.ranks.values())
     hidden = len(views) - MAX_TABLE_RANKS
     late = state.lateness()
+    without = "samples/s" if run_throughput(views).samples_per_s is None else "steps/s"
+    columns = [column for column in COLUMNS if column[0].title != without]
     if hidden > 0:
         views = sorted(views, key=lambda view: (-late.get(view.rank, 0.0), view.rank))[:MAX_TABLE_RANKS]
     for dropped in range(6 if late else 5, 0, -1):
-        shown = [column for column in COLUMNS if column[1] < dropped]
+        shown = [column for column in columns if column[1] < dropped]
         text = table([title for title, _, _ in shown], [[cell(view, late) for _, _, cell in shown] for view in views])
         title, *rows = text.splitlines()
         if max(map(cells, (title, *rows))) <= width:
@@ -72,11 +76,13 @@ def closing_lines(state: RunState, width: int, *, host: str = "") -> list[list[P
     """
     lines = closing_table(state, width) if state.step else []
     rates = run_throughput(state.ranks.values())
-    if rates.samples_per_s is not None:
+    rate, unit = rates.rate
+    if rate is not None:
         # A run that waited or hung took longer than its steps, which alone the rates are over.
         over = f"in {_seconds(rates.stepping_s)} of steps"
-        text = "  ".join(filter(None, [f"{number(rates.samples_per_s)} samples/s", further_rates(rates), over]))
+        text = "  ".join(filter(None, [f"{number(rate)} {unit}", further_rates(rates), over]))
         lines.append([(f"{'all ranks' if len(state.ranks) > 1 else 'rate':<11}", "dim"), (text, "")])
+    lines += [[("not seen   ", "dim"), (text, "dim")] for text in _unseen(state)]
     for split in ("valid", "test"):
         validation = state.last_validation(split)
         if validation is not None:
@@ -96,6 +102,17 @@ def closing_lines(state: RunState, width: int, *, host: str = "") -> list[list[P
         lines.append([("sample", "dim")])
         lines += [[("  │ ", "dim"), (line, "")] for line in state.sample.text.splitlines()]
     return lines
+
+
+def _unseen(state: RunState) -> list[str]:
+    """Return what was not seen of a script's steps, and why; nothing where no step was."""
+    totals = [view.totals for view in state.ranks.values() if view.totals.steps]
+    unseen = []
+    if totals and not any(sums.samples for sums in totals):
+        unseen.append("samples: no batch was seen whose tensors have one leading dimension")
+    if totals and all(sums.whole_steps and sums.share("data") is None for sums in totals):
+        unseen.append("the wait for data: it comes from no torch DataLoader (trainer.watch times any: watched.batches)")
+    return unseen
 
 
 def _seconds(seconds: float) -> str:
@@ -125,18 +142,20 @@ def attempt_lines(state: RunState) -> list[list[Piece]]:
 
 
 def status_line(state: RunState) -> list[Piece]:
-    """Return the last line of the report: status, duration, steps and samples, of the record if others are unknown."""
+    """Return the last line of the report: status, duration, steps and samples, where they are counted."""
     took = f" in {duration(elapsed)}" if (elapsed := state.elapsed_s) is not None else ""
-    samples = sum(view.totals.samples for view in state.ranks.values())
+    samples = sum(view.totals.samples for view in (*state.ranks.values(), *state.former.values()))
     status = state.status
     style = "alarm" if status == "failed" else "bold"
-    steps = f", {state.step} step{'s' * (state.step != 1)}, {samples:,} samples"
+    steps = f", {state.step} step{'s' * (state.step != 1)}" + f", {samples:,} samples" * bool(samples)
     if state.record_gap and state.counts_all_steps:
         steps = f"{steps}; {state.record_gap}"
     elif state.record_gap:
         steps = f"; {state.record_gap}; recorded: {steps.removeprefix(', ')}"
     elif not state.step and (state.unmeasured or status == "finished"):
         steps = f"; {state.unmeasured or 'no step was measured'}"
+    if state.former:
+        steps += f", {len(state.ranks)} of {len(state.ranks) + len(state.former)} ranks at the end"
     only_evaluated = not state.step and state.validations
     findings = [each for each in state.findings.values() if each.kind != "record_incomplete" or not state.record_gap]
     condition = run_mark(roll_up(findings, state.ranks))

@@ -19,7 +19,7 @@ from gputrain_tui.headless.progress import REDRAW_S, Piece, ProgressView, paint
 from gputrain_tui.headless.safe_stream import SafeStream
 from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.run_folders import Run
-from gputrain_tui.history.run_reader import RunReader, merged
+from gputrain_tui.history.run_reader import RunReader, is_boundary, merged
 from gputrain_tui.history.status_file import ENDED, Status, read_status
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.record_gap_watch import RecordGaps
@@ -28,7 +28,7 @@ from gputrain_tui.output import json_line
 from gputrain_tui.preflight.result import CheckResult, NotReadyError
 from gputrain_tui.state import RunState
 from trainer.contract.errors import ExitCode, RequestError
-from trainer.contract.record import AnyEvent, RunEnded, decode_events
+from trainer.contract.record import AnyEvent, RunEnded
 from trainer.contract.stop_level import StopLevel
 from trainer.host.process_identity import HELD_S
 from trainer.host.processes import is_held
@@ -51,26 +51,23 @@ class JsonStream(RunReader):
     def __init__(self, run: Run, out: SafeStream) -> None:
         super().__init__(run.dir)
         self._out = out
-        self._last: tuple[bytes, AnyEvent] | None = None
+        self._last: list[tuple[bytes, AnyEvent]] = []
 
     def poll(self, budget_bytes: int | None = None) -> list[AnyEvent]:
-        """Copy the new lines in the order of their times, ``run_ended`` last; return their events."""
+        """Copy the new lines in the order of ``RunReader``; return their events."""
         if not self._out.has_room:
             return []
         files: list[list[tuple[bytes, AnyEvent]]] = []
-        for _, lines in self._follower.poll(self.budget_bytes):
-            pairs: list[tuple[bytes, AnyEvent]] = []
-            for line in lines.splitlines():
-                for event in decode_events(line, self._world_size):
-                    if isinstance(event, RunEnded):
-                        self._last = (line, event)
-                    else:
-                        pairs.append((line, event))
+        for name, lines in self._follower.poll(self.budget_bytes):
+            pairs = [(line, event) for line in lines.splitlines() for event in self._known.decode(line)]
+            if name == "run":
+                self._last += [pair for pair in pairs if is_boundary(pair[1])]
+                pairs = [pair for pair in pairs if not is_boundary(pair[1])]
             files.append(pairs)
         ordered = merged(files, lambda pair: pair[1].time)
-        if self._last is not None and not self._follower.backlog_bytes:
-            ordered.append(self._last)
-            self._last = None
+        if self._last and not self._follower.backlog_bytes:
+            ordered += self._last
+            self._last = []
         self._out.write_bytes(b"".join(json_line(line) + b"\n" for line, _ in ordered))
         return [event for _, event in ordered]
 

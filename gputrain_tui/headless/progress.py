@@ -128,8 +128,9 @@ def _measures(
         measures.append(("standstill", [(standstill.text, "" if standstill.activity else "alarm")]))
         if standstill.is_long:
             return measures
-    rate = number(figures.samples_per_s, 0 if compact else 1)
-    measures.append(("rate", [(rate, ""), ("/s" if compact else " samples/s", "dim")]))
+    rate, unit = figures.rate
+    short = compact and figures.samples_per_s is not None
+    measures.append(("rate", [(number(rate, 0 if short else 1), ""), ("/s" if short else f" {unit}", "dim")]))
     if further := further_rates(figures):
         measures.append(("tokens", [(further, "")]))
     if (latest := state.latest()) is not None:
@@ -160,7 +161,7 @@ def _start_pieces(state: RunState, now: float) -> list[Piece]:
     elif any(view.phase == "compile" for view in state.ranks.values()):
         text = f"{count}, compiling"
     else:
-        text = f"{count} started, no step yet"
+        text = f"{count} started, {state.unmeasured.partition(',')[0] or 'no step yet'}"
     return [(text, ""), (waited, "dim")]
 
 

@@ -11,14 +11,15 @@ from typing import Any, Literal
 import msgspec
 
 from gputrain_tui.history.series import Series, interpolate, smooth
+from gputrain_tui.history.step_axis import AxisName
 from gputrain_tui.recipe.model import LAUNCH_OPTIONS, Recipe
 from gputrain_tui.recipe.task_description import describe_task
 from gputrain_tui.recipe.values import value_text
-from gputrain_tui.state.figures import mean_share, samples_per_s
+from gputrain_tui.state.figures import Throughput, mean_share, samples_per_s, steps_per_s
 from gputrain_tui.state.step_losses import newest_loss
 from gputrain_tui.state.totals import ZERO_TOTALS, Totals
 from trainer.contract.builtin_tasks import BUILT_IN
-from trainer.contract.record import AnyEvent, RunEnded, RunStarted, Step, Validation
+from trainer.contract.record import AnyEvent, RunEnded, RunStarted, Step, Validation, World
 
 MIN_RUNS, MAX_RUNS = 2, 6
 """Runs that can be compared at once: a terminal can show six distinct colours."""
@@ -84,8 +85,9 @@ class CurvePoints:
     values: Sequence[float]
 
 
-Measure = Literal["loss", "samples_per_s", "sync_exposed_ms"]
+Measure = Literal["loss", "samples_per_s", "steps_per_s", "sync_exposed_ms"]
 MEASURES: tuple[Measure, ...] = ("loss", "samples_per_s", "sync_exposed_ms")
+"""Those to choose from; steps a second stand in for samples where no run counts any."""
 
 
 class CurveHistory:
@@ -108,6 +110,11 @@ class CurveHistory:
             self._started = event.time
         elif isinstance(event, Validation):
             self.validations.append(event)
+        elif isinstance(event, World):
+            self.series.change_world(event.world_size)
+            for by_rank in (self._newest, self._totals):  # figures are of the ranks that are left
+                for rank in [rank for rank in by_rank if rank >= event.world_size]:
+                    del by_rank[rank]
         elif isinstance(event, RunEnded):
             self.series.flush()  # a rank that was killed has not recorded its last step
 
@@ -137,9 +144,10 @@ class CurveHistory:
         return min((loss for loss in losses if isfinite(loss)), default=nan if losses else None)
 
     @property
-    def samples_per_s(self) -> float | None:
-        """Samples of all ranks per second of stepping, over the whole run."""
-        return samples_per_s(self._totals.values())
+    def rates(self) -> Throughput:
+        """Rates over the whole run."""
+        totals = self._totals.values()
+        return Throughput(samples_per_s=samples_per_s(totals), steps_per_s=steps_per_s(totals))
 
     @property
     def sync_share(self) -> float | None:
@@ -149,9 +157,9 @@ class CurveHistory:
         """Return a curve in ``columns`` columns of equally many steps, each at its middle.
 
         Over steps, or seconds since the start, and smoothed over ``smoothing`` steps; values are nats, samples of all
-        ranks per second, or milliseconds.
+        ranks or steps per second, or milliseconds.
         """
-        window = self.series.window("loss" if measure == "samples_per_s" else measure, columns)
+        window = self.series.window("sync_exposed_ms" if measure == "sync_exposed_ms" else "loss", columns)
         if not window.last_step:
             return CurvePoints(at=(), values=())
         first, count = window.first_step, window.last_step - window.first_step + 1
@@ -162,15 +170,22 @@ class CurveHistory:
             for column, (low, high) in enumerate(pairwise(edges))
         ]
         at = [self.seconds_at(step) for step in steps] if over_time else steps
-        values = self._rates(first, count, columns) if measure == "samples_per_s" else window.median
+        values = window.median
+        if measure == "samples_per_s" or measure == "steps_per_s":
+            values = self._rates(first, count, columns, "step" if measure == "steps_per_s" else "samples")
         return CurvePoints(at=at, values=smooth(values, smoothing, count / columns))
 
-    def _rates(self, first: int, count: int, columns: int) -> list[float]:
-        """Return the samples of all ranks per second of stepping, scaled up from rank 0, in columns of equal steps."""
-        at, rates = self.series.axis.at, []
+    def _rates(self, first: int, count: int, columns: int, of: AxisName) -> list[float]:
+        """Return steps or samples of all ranks per second of stepping, in columns of equal steps.
+
+        Samples are scaled up from rank 0, and NaN where they are not known.
+        """
+        at, rates = self.series.axis.at, list[float]()
+        if not self.series.axis.has(of):
+            return [nan] * columns
         for low, high in pairwise(first - 1 + column * count / columns for column in range(columns + 1)):
             seconds = at("stepping", high) - at("stepping", low)
-            rates.append((at("samples", high) - at("samples", low)) / seconds if seconds > 0 else nan)
+            rates.append((at(of, high) - at(of, low)) / seconds if seconds > 0 else nan)
         return rates
 
     def seconds_at(self, step: float) -> float:

@@ -116,7 +116,7 @@ class Follower:
         Args:
             folder: the folder.
             suffix: of the files' names, with its dot.
-            only: names without suffix; by default all.
+            only: names without suffix, which may become more; by default all.
             torn: whether to return unfinished lines as well.
             max_line_bytes: longest part of an unfinished line to keep.
             last_bytes: begin at most this far before the end, all files together; by default at the beginning.
@@ -132,6 +132,8 @@ class Follower:
         self._begin = begin or {}
         self._now = now
         self._files: dict[str, AppendedFile] = {}
+        self._left_out: list[str] = []
+        """Files that ``only`` did not contain when the folder was listed last."""
         self._listed_at = float("-inf")
         self._changed = 0
         # Half of the descriptors of this process; further files are opened for each read.
@@ -177,7 +179,8 @@ class Follower:
             return
         now = self._now()
         settled = changed == self._changed and self._listed_at - changed / 1e9 > self.settle_s
-        if settled and now - self._listed_at < self.rescan_s:
+        is_wider = self._only is not None and any(stem in self._only for stem in self._left_out)
+        if settled and now - self._listed_at < self.rescan_s and not is_wider:
             return
         self._changed, self._listed_at = changed, now
         try:
@@ -186,9 +189,12 @@ class Follower:
         except OSError:  # it is no folder, or may not be read
             return
         known = self._files
+        self._left_out = []
         for name in sorted(names, key=by_rank):
             stem = name[: -len(self._suffix)]
-            if stem not in known and (self._only is None or stem in self._only):
+            if self._only is not None and stem not in self._only:
+                self._left_out.append(stem)
+            elif stem not in known:
                 known[stem] = AppendedFile(
                     f"{self._folder}/{name}",
                     keep_open=len(known) < self._max_open,

@@ -60,8 +60,8 @@ Part = tuple[str, bytes, int]
 def in_order(parts: Iterable[Part], times: Mapping[str, LogTimes]) -> Iterator[Part]:
     """Yield parts of several logs cut at line ends in the order of their times.
 
-    Logs without known times come first: node agents and the supervisor write at the start. So do lines whose times are
-    forgotten; lines that are newer than the last known time come last.
+    Logs without known times come first: the supervisor writes at the start. So do lines whose times are forgotten;
+    lines that are newer than the last known time come last.
     """
     timed: list[tuple[float, Part]] = []
     for name, data, begin in parts:

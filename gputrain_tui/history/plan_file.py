@@ -8,7 +8,7 @@ import msgspec
 
 from gputrain_tui.plan.planner import Plan, stop_grace
 from trainer.contract.errors import RecordError
-from trainer.contract.record import MAX_RANKS, RunDir
+from trainer.contract.record import RunDir
 from trainer.contract.record.numbers import Count
 from trainer.contract.record.regular_file import read_json
 
@@ -77,11 +77,3 @@ def read_plan(run: RunDir) -> Plan:
         if not is_valid:
             raise RecordError(f"{run.plan} is damaged: node {index} has no valid command")
     return plan
-
-
-def planned_world_size(run: RunDir) -> int:
-    """Return the world size by a run's plan; the maximum where that cannot be read."""
-    try:
-        return read_plan(run).world_size
-    except RecordError:
-        return MAX_RANKS

@@ -44,8 +44,11 @@ class Replay:
     """Maximum number of steps in a block."""
 
 
-def replay(run: RunDir, world_size: int = MAX_RANKS) -> Replay | None:
-    """Return the replay of a run; None where its record is short or was not downsampled."""
+def replay(run: RunDir, world_size: int = MAX_RANKS, *, newest: int = MAX_RANKS) -> Replay | None:
+    """Return the replay of a run; None where its record is short or was not downsampled.
+
+    ``world_size`` counts the ranks of all attempts, ``newest`` those of the last one: the record of others ends early.
+    """
     try:
         with os.scandir(run.events) as entries:
             sizes = {entry.name.removesuffix(".ndjson"): size_of(entry.path) for entry in entries}
@@ -58,14 +61,17 @@ def replay(run: RunDir, world_size: int = MAX_RANKS) -> Replay | None:
     tail = max(MIN_TAIL_BYTES, TAIL_BYTES // max(len(ranks), 1))
     level = next((level for level in LEVELS if total / level <= MAX_BYTES_PER_BLOCK_EVENT), LEVELS[-1])
     blocks_by_name = {name: _blocks(run, name, level, sizes[name] - tail) for name in ranks}
-    ends = [blocks[-1].step for blocks in blocks_by_name.values() if blocks]
-    if not ends or len(ends) < len(ranks):
+    former = {name for name in ranks if int(name) >= newest}
+    ends = [blocks[-1].step for name, blocks in blocks_by_name.items() if blocks and name not in former]
+    if not ends or len(ends) < len(ranks) - len(former):
         return None
     common = min(ends)  # single events of all ranks begin at about the same step
     files: list[list[AnyEvent | DownsampledBlock]] = []
     begin = {}
     for name in ranks:
         blocks = _until(blocks_by_name[name], common)
+        if not blocks and name in former:
+            continue  # its attempts were short: they are read whole
         if not blocks:
             return None
         begin[name] = blocks[-1].end

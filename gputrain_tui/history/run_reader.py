@@ -9,8 +9,8 @@ from operator import attrgetter
 from typing import TypeVar
 
 from gputrain_tui.history.follow import Follower
-from gputrain_tui.history.plan_file import planned_world_size
-from trainer.contract.record import AnyEvent, RunDir, RunEnded, decode_events
+from gputrain_tui.history.known_ranks import KnownRanks
+from trainer.contract.record import AnyEvent, RunDir, RunEnded, World
 
 AnyTimed = TypeVar("AnyTimed")
 
@@ -27,11 +27,17 @@ def merged(
     return [events[index] for index in sorted(range(len(events)), key=times.__getitem__)]
 
 
+def is_boundary(event: AnyEvent) -> bool:
+    """Whether an event of the run comes after those of all ranks before it."""
+    return isinstance(event, World | RunEnded)
+
+
 class RunReader:
     """Follows the events of a run, of all ranks and nodes.
 
     The events of one poll are merged by time, those of one file in the order of its lines, also where its clock was set
-    back. ``run_ended`` comes last of all: it is held back while other files have a backlog.
+    back. ``run_ended`` comes last of all: it is held back while other files have a backlog. So is a ``world`` event of
+    the run: the ranks that it ends have their whole record before it.
     """
 
     budget_bytes = 8 << 20
@@ -40,23 +46,24 @@ class RunReader:
     def __init__(
         self, run: RunDir, *, begin: Mapping[str, int] | None = None, now: Callable[[], float] = time.time
     ) -> None:
-        """Follow a run from ``begin``, bytes by file name without suffix; skip ranks that its plan does not have."""
-        self._follower = Follower(run.events, ".ndjson", begin=begin, now=now)
-        self._world_size = planned_world_size(run)
-        self._ended: RunEnded | None = None
+        """Follow a run from ``begin``, bytes by file name without suffix; skip ranks that the run does not have."""
+        self._known = KnownRanks(run)
+        self._follower = Follower(run.events, ".ndjson", only=self._known, begin=begin, now=now)
+        self._held: list[AnyEvent] = []
+        """Events of the run that wait for those of other files."""
 
     def poll(self, budget_bytes: int | None = None) -> list[AnyEvent]:
         files: list[list[AnyEvent]] = []
         for name, lines in self._follower.poll(self.budget_bytes if budget_bytes is None else budget_bytes):
-            of_file = decode_events(lines, self._world_size)
-            if name == "run" and of_file and isinstance(last := of_file[-1], RunEnded):
-                self._ended = last
-                of_file.pop()
+            of_file = self._known.decode(lines)
+            if name == "run" and any(map(is_boundary, of_file)):
+                self._held += filter(is_boundary, of_file)
+                of_file = [event for event in of_file if not is_boundary(event)]
             files.append(of_file)
         events = merged(files)
-        if self._ended is not None and not self._follower.backlog_bytes:
-            events.append(self._ended)
-            self._ended = None
+        if self._held and not self._follower.backlog_bytes:
+            events += self._held
+            self._held = []
         return events
 
     @property

@@ -50,7 +50,8 @@ class Series:
     def __init__(self, world_size: int = 0) -> None:
         self.version = 0
         self.world_size = world_size
-        """Ranks that must report a step; grows with the ranks that appear in events."""
+        """Ranks that must report a step; grows with the ranks that appear in events, until ``change_world``."""
+        self._is_fixed = False
         self.latest: dict[BandMetric, Band] = dict.fromkeys(BAND_METRICS, NO_BAND)
         self.axis = StepAxis()
         self._pyramids: dict[Metric, BandPyramid] = {metric: BandPyramid() for metric in BAND_METRICS}
@@ -81,6 +82,10 @@ class Series:
         width = self._width
         rank = event.rank
         key = event.step if width == 1 else (event.step - 1) // width
+        if rank >= self.world_size:
+            if self._is_fixed:  # late, of a rank that is gone
+                return
+            self.world_size = rank + 1
         row = self._open.get(key)
         min_open_steps = 256  # steps kept that some rank has not reported yet, for any number of ranks
         if row is None:
@@ -96,10 +101,15 @@ class Series:
         elif width > 1 and rank in row:
             event = _merged(row[rank], event)
         row[rank] = event
-        if rank >= self.world_size:
-            self.world_size = rank + 1
         if len(row) >= self.world_size:
             self._complete_until(key if width == 1 else key - 1)
+
+    def change_world(self, world_size: int) -> None:
+        """Wait for so many ranks in each step from here on; steps that only others had to report are complete."""
+        self.world_size, self._is_fixed = world_size, True
+        full = [key for key, row in self._open.items() if all(rank in row for rank in range(world_size))]
+        if full:
+            self._complete_until(max(full) if self._width == 1 else max(full) - 1)
 
     def flush(self) -> None:
         """Complete the last steps that not every rank has reported, when no more events will come."""

@@ -16,7 +16,7 @@ from gputrain_tui.history.record_tail import newest_loss_of
 from gputrain_tui.state.elapsed import elapsed_s
 from trainer.contract.errors import ExitCode, RecordError
 from trainer.contract.outcome import exit_code_of, node_outcome, root_cause
-from trainer.contract.record import Finding, RunDir, RunStatusName, Validation, write_atomically
+from trainer.contract.record import MAX_RANKS, Finding, RunDir, RunStatusName, Validation, write_atomically
 from trainer.contract.record.numbers import Count, ExitStatus, FiniteFloat, UnixSeconds, WorldSize
 from trainer.contract.record.regular_file import open_regular, read_json
 from trainer.host.boot import BootMoment
@@ -37,6 +37,9 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     run: str
     recipe: str
     world_size: WorldSize
+    """Ranks of the newest attempt."""
+    most_ranks: Count = 0
+    """Ranks of the attempt with the most of them; 0: all had ``world_size``."""
     status: RunStatusName = "starting"
     by_hand: bool = False
     """Whether its commands were typed by a user: without a supervisor its end is read from its record."""
@@ -65,8 +68,10 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Learning rate of the last step; written at the end."""
     tokens: Count | None = None
     """Tokens that all ranks read; None where the task counts none; written at the end."""
+    steps_per_s: FiniteFloat | None = None
+    """Per second of stepping, over the whole run; written at the end."""
     samples_per_s: FiniteFloat | None = None
-    """Of all ranks together over the whole run; written at the end."""
+    """Likewise of all ranks together; None where no rank counts samples."""
     tokens_per_s: FiniteFloat | None = None
     """Tokens likewise; None where the task counts none."""
     mfu: FiniteFloat | None = None
@@ -77,6 +82,11 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Findings that stood at the end and mark the run, the most urgent first; written at the end."""
     archived: UnixSeconds | None = None
     """When this copy of the run was made for an archive, Unix seconds; the copy never changes."""
+
+    @property
+    def recorded_ranks(self) -> int:
+        """Number of ranks that have a record, from 0 on: those of all attempts."""
+        return max(self.world_size, min(self.most_ranks, MAX_RANKS))
 
 
 _encode = msgspec.json.Encoder()

@@ -34,7 +34,7 @@ class StepAxis:
         self._own = dict.fromkeys(TOTALS, 0.0)
 
     def apply(self, event: Step) -> None:
-        self._all["samples"] += event.samples
+        self._all["samples"] += event.samples or 0
         if event.tokens is not None:
             self._all["tokens"] += event.tokens
         if event.rank != 0:
@@ -45,7 +45,7 @@ class StepAxis:
         if not self._steps:
             self.began = time - stepping_s
             self._append(event.step - event.steps, 0.0, event.lr)
-        self._own["samples"] += event.samples
+        self._own["samples"] += event.samples or 0
         self._own["tokens"] += event.tokens or 0
         self._own["stepping"] += stepping_s
         if self._skipped:  # replace the newest point until the next one is due

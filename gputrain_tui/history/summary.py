@@ -15,7 +15,7 @@ from trainer.contract.errors import RecordError
 MAX_NAME_CHARS = 60
 """Keeps a row of the list on one line of a wide terminal."""
 SUMMARY_KEYS = (
-    "id", "state", "recipe", "world_size", "step", "loss", "valid", "lr", "tokens", "samples_per_s",
+    "id", "state", "recipe", "world_size", "step", "loss", "valid", "lr", "tokens", "steps_per_s", "samples_per_s",
     "tokens_per_s", "mfu", "started", "ended", "duration_s", "exit_code", "message", "tested", "note", "tags",
     "run_dir", "finding", "findings", "loss_is_nan",
 )  # fmt: skip
@@ -59,6 +59,7 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         "valid": None if status.valid is None else float(status.valid),
         "lr": lr,
         "tokens": status.tokens,
+        "steps_per_s": status.steps_per_s,
         "samples_per_s": status.samples_per_s,
         "tokens_per_s": status.tokens_per_s,
         "mfu": status.mfu,

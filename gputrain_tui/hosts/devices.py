@@ -43,7 +43,7 @@ class NodeDevices:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Request:
+class _DeviceRequest:
     """What a node of the recipe asks of its machine."""
 
     node: Node
@@ -78,14 +78,14 @@ class DeviceAllocator:
         if node.cpu_ranks is not None:
             return NodeDevices(devices=("cpu",) * node.cpu_ranks)
         allocated = self._allocated.setdefault(machine, [])
-        request = _Request(node=node, machine=machine, shown=shown, where=where, allocated=allocated)
+        request = _DeviceRequest(node=node, machine=machine, shown=shown, where=where, allocated=allocated)
         inventory = self._inventories.get(machine)
         chosen = self._from_recipe(request) if inventory is None else self._from_inventory(request, inventory)
         if not chosen.cpu:
             allocated += chosen.devices
         return chosen
 
-    def _from_recipe(self, request: _Request) -> NodeDevices:
+    def _from_recipe(self, request: _DeviceRequest) -> NodeDevices:
         """Return devices on a machine without inventory: the recipe's count or list, unchecked."""
         gpus, allocated = request.node.gpus, request.allocated
         if isinstance(gpus, tuple):
@@ -107,7 +107,7 @@ class DeviceAllocator:
             "set gpus to a count or a list of device ids"
         )
 
-    def _from_inventory(self, request: _Request, inventory: Inventory) -> NodeDevices:
+    def _from_inventory(self, request: _DeviceRequest, inventory: Inventory) -> NodeDevices:
         node, shown = request.node, request.shown
         gpus = self._usable(request.machine, inventory)
         unallocated = [gpu for gpu in gpus if gpu.uuid not in request.allocated]
@@ -159,7 +159,7 @@ class DeviceAllocator:
         return [gpu for gpu in gpus if any(_matches(word, gpu) for word in allowed)]
 
     def _find_listed(
-        self, ids: Sequence[Device], gpus: Sequence[Gpu], request: _Request, inventory: Inventory
+        self, ids: Sequence[Device], gpus: Sequence[Gpu], request: _DeviceRequest, inventory: Inventory
     ) -> tuple[Device, ...]:
         """Return the UUIDs of the listed GPUs in PCI order: local ranks do not depend on the order of the list."""
         uuids: list[tuple[str, Device]] = []
@@ -186,7 +186,7 @@ class DeviceAllocator:
             return f"{shown} has {_no_gpu(gpus, inventory)}"
         return f"{shown} has {', '.join(str(gpu.index) for gpu in gpus)}"
 
-    def _require_unshared(self, devices: Sequence[Device], request: _Request) -> None:
+    def _require_unshared(self, devices: Sequence[Device], request: _DeviceRequest) -> None:
         if self._share:
             return
         allows = "train.share_devices = true allows it"

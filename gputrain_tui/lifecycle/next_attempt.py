@@ -43,7 +43,7 @@ class NextAttempt:
         self._diagnosis = diagnosis
         self._options = cluster_options(run_dir)
         self._restarts = Restarts(self._options, done=status_writer.status.restarts)
-        self._spare_hosts = SpareHosts(run_dir, self._options.spare)
+        self._spare_hosts = SpareHosts(run_dir, self._options)
         self._taken_ports = 0
         """Attempts that ended because their port was taken before the ranks met there."""
 
@@ -77,6 +77,7 @@ class NextAttempt:
                 return replace(ended, failure=not_restarted(failure, str(error)), recorded=True)
         self._status_writer.restarting(failure, *changes)
         self._clear_silence()
+        self._status_writer.change_plan(plan)
         return self._launcher.with_free_port(next_plan(plan, self._dir))
 
     def _has_lost_port(self, plan: Plan, since: Mapping[str, int]) -> bool:

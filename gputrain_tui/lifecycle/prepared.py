@@ -17,6 +17,7 @@ from gputrain_tui.plan.planner import Plan, plan as make_plan
 from gputrain_tui.preflight import CheckResult, NotReadyError, collect_facts, errors, run_checks
 from gputrain_tui.preflight.result import error, warning
 from gputrain_tui.recipe.model import Recipe
+from trainer.contract.backends import is_nccl
 from trainer.contract.builtin_tasks import options_schema
 from trainer.contract.errors import RequestError
 from trainer.contract.option_rules import require_end
@@ -190,7 +191,7 @@ def with_interfaces(plan: Plan, answers: Sequence[HostAnswer]) -> Plan:
     interfaces = {answer.host: answer.interface for answer in answers if answer.interface}
     if not interfaces:
         return plan
-    names = {GLOO_INTERFACE: "{}", **({NCCL_INTERFACE: "={}"} if plan.backend == "nccl" else {})}
+    names = {GLOO_INTERFACE: "{}", **({NCCL_INTERFACE: "={}"} if is_nccl(plan.backend) else {})}
     nodes = []
     for node in plan.nodes:
         interface = interfaces.get(node.host)

@@ -32,6 +32,10 @@ class RecordGaps:
         self.due = 0.0
         """Time of the next check, monotonic seconds."""
 
+    def change_plan(self, plan: Plan) -> None:
+        """Let ranks be on the nodes of another plan; those that it does not have keep theirs."""
+        self._node_of |= {rank: node.node for node in plan.nodes for rank in node.ranks}
+
     def check(self, *, is_last: bool = False) -> list[Finding]:
         """Return new findings; at the end of the run (``is_last``) also those whose counts alone have changed."""
         self.due = time.monotonic() + CHECK_S

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gputrain_tui.history.run_folders import Run, find, list_runs, open_run
+from gputrain_tui.history.run_folders import Run, find, list_runs, open_run, parent_of
 from gputrain_tui.history.status_file import read_status
 from gputrain_tui.lifecycle.remote_nodes import remote_node
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
@@ -167,4 +167,6 @@ def describe_missing_checkpoint(run: Run) -> str:
         owner = owner_of(last)
         now = f"is now a checkpoint of {owner}" if owner else "no longer exists"
         where = f"; the last one it wrote, {last}, {now}"
+    elif (parent := parent_of(run)) is not None:
+        where = f": it was to continue {parent.id}, so resume that one"
     return f"{run.id} has no checkpoint in {run.dir.checkpoints}{where}"

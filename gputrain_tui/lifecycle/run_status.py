@@ -21,7 +21,7 @@ from gputrain_tui.state.figures import run_throughput
 from gputrain_tui.state.finding_text import failure_summary, marking
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import REQUEUED, RESTARTED, exit_code_of
-from trainer.contract.record import Event, Failure, Finding, RunDir, RunEnded, RunStarted, encode_event
+from trainer.contract.record import Event, Failure, Finding, RunDir, RunEnded, RunStarted, World, encode_event
 from trainer.contract.record.regular_file import open_to_append
 from trainer.host.boot import BootMoment
 from trainer.host.process_identity import identify
@@ -35,6 +35,8 @@ class RunStatusWriter:
         self._plan = plan
         self._now = now
         self._status = read_status(run_dir) or Status(run=run_dir.path.name, recipe="", world_size=plan.world_size)
+        self._world_size = 0
+        """Of the state of the run when it was followed last; 0 before."""
         self._events = -1
         """File descriptor of the run's own events; negative before the first event."""
         self.missing_record = ""
@@ -91,6 +93,17 @@ class RunStatusWriter:
         )
         self._write_status()
 
+    def change_plan(self, plan: Plan) -> None:
+        """Write the number of ranks of the attempt that begins into the status and the record, if it has changed."""
+        before, self._plan = self._plan, plan
+        if plan.world_size == before.world_size:
+            return
+        status = self._status
+        status.most_ranks = max(status.recorded_ranks, plan.world_size)
+        status.world_size = plan.world_size
+        self.record(World(time=self._now(), world_size=plan.world_size, attempt=status.restarts + 1))
+        self._write_status()
+
     def stopping(self) -> None:
         self._status.status = "stopping"
         self._write_status()
@@ -103,7 +116,7 @@ class RunStatusWriter:
         message = "; ".join(filter(None, [why, note]))
         status = self._status
         status.status, status.supervisor, status.message = "queued", None, message
-        status.step, status.loss = newest_loss_of(self._dir, self._plan.world_size)
+        status.step, status.loss = newest_loss_of(self._dir, self._status.world_size)
         host = None if failure is None else failure.host
         self.record(Finding(time=self._now(), kind=REQUEUED, severity="info", host=host, message=message))
         self._write_status()
@@ -119,12 +132,24 @@ class RunStatusWriter:
         except OSError as error:
             log_line(f"cannot record {type(event).__name__}: {error.strerror}")
 
-    def validated(self, state: RunState) -> None:
-        """Write the newest validation loss into the status, if it has changed."""
-        valid = _valid(state)
-        if valid is not None and valid != self._status.valid:
-            self._status.valid = valid
+    def follow(self, state: RunState) -> None:
+        """Write the newest validation loss into the status, and the number of ranks, if they have changed."""
+        valid, status = _valid(state), self._status
+        has_changed = self._follow_world(state)
+        if valid is not None and valid != status.valid:
+            status.valid, has_changed = valid, True
+        if has_changed:
             self._write_status()
+
+    def _follow_world(self, state: RunState) -> bool:
+        """Take the number of ranks that a script has started, where it is not that of the plan."""
+        before, self._world_size = self._world_size, state.world_size
+        status = self._status
+        if not before or before == state.world_size or status.world_size == state.world_size:
+            return False
+        status.most_ranks = max(status.recorded_ranks, state.world_size)
+        status.world_size = state.world_size
+        return True
 
     def close(self, ended: AttemptResult, *, left: list[int], state: RunState | None = None) -> ExitCode:
         """Write the end of the run into its events and status; return its exit code.
@@ -147,17 +172,19 @@ class RunStatusWriter:
         status.status, status.exit_code, status.message = ended.status, int(code), message
         now = self._now()
         status.elapsed_s, status.ended = elapsed_of(status, now), now
-        status.step, status.loss = newest_loss_of(self._dir, self._plan.world_size)
+        status.step, status.loss = newest_loss_of(self._dir, self._status.world_size)
         status.tested = last_test(self._dir)
         if state is not None:
+            self._follow_world(state)
             if state.step:
                 loss = state.figures.loss if state.figures.step == state.step else None  # the record may lack that step
                 status.step, status.loss = state.step, loss if loss is not None and isfinite(loss) else None
             first = state.ranks.get(0)
             status.lr = None if first is None or first.last is None else first.last.lr
-            status.tokens = sum(view.totals.tokens for view in state.ranks.values()) or None
+            status.tokens = sum(view.totals.tokens for view in (*state.ranks.values(), *state.former.values())) or None
             rates = run_throughput(state.ranks.values())
-            status.samples_per_s, status.tokens_per_s, status.mfu = rates.samples_per_s, rates.tokens_per_s, rates.mfu
+            status.steps_per_s, status.samples_per_s = rates.steps_per_s, rates.samples_per_s
+            status.tokens_per_s, status.mfu = rates.tokens_per_s, rates.mfu
             status.findings = marking(roll_up(state.findings.values(), state.ranks))
             status.valid = _valid(state)
         self.record(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gputrain_tui.history.export.live_scalars import LiveScalars, Sink, WandbSink
 from gputrain_tui.history.export.tensorboard_folder import TensorBoardSink
-from gputrain_tui.history.plan_file import planned_world_size
+from gputrain_tui.history.known_ranks import KnownRanks
 from gputrain_tui.history.status_file import require_status
 from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_to_append, read_whole
@@ -34,7 +34,7 @@ def main() -> int:
     adopt_orphans()  # wandb's processes stay descendants of this one, with which they are killed
     lock = open_to_append(run_dir.report_lock(name))
     fcntl.flock(lock, fcntl.LOCK_EX)  # waits for the sink of a previous supervisor to end
-    world_size = planned_world_size(run_dir)
+    world_size = KnownRanks(run_dir).count
     sink: Sink
     if name == "tensorboard":
         folder = _folder(run_dir, target, lock)

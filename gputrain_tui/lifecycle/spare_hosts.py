@@ -1,8 +1,8 @@
-"""Puts spare hosts in the places of lost ones between two attempts, after the checks of a launch."""
+"""Gives a run other hosts between two attempts, after the checks of a launch: spare ones, or fewer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -14,11 +14,12 @@ from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.hosts.survey import query_hosts
 from gputrain_tui.lifecycle.prepared import GLOO_INTERFACE, NCCL_INTERFACE, Planned, run_preflight, with_interfaces
 from gputrain_tui.lifecycle.restart import fresh_init_method
+from gputrain_tui.plan.fewer_hosts import describe_fewer, plan_without, recipe_without
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.plan.spares import plan_on, recipe_on
 from gputrain_tui.preflight import CheckResult, errors
 from gputrain_tui.recipe.build import load
-from gputrain_tui.recipe.model import Recipe
+from gputrain_tui.recipe.model import ClusterOptions, Recipe
 from trainer.contract.errors import RequestError
 from trainer.contract.record import RunDir, recorded_checkpoints, write_atomically
 
@@ -30,34 +31,43 @@ OF_LAUNCH = ("save folder", "run folder")
 
 
 class SpareHosts:
-    """The spare hosts of a run, each of which is used once."""
+    """The hosts of a run after its first attempt: spare ones in the places of lost ones, each once, or fewer."""
 
-    def __init__(self, run_dir: RunDir, spare: Sequence[str]) -> None:
+    def __init__(self, run_dir: RunDir, options: ClusterOptions) -> None:
         self._dir = run_dir
-        self._left = list(spare)
+        self._left = list(options.spare)
+        self._min_ranks = options.min_ranks
+        self._recipe: Recipe | None = None
+        """With the nodes of the plan; None before the first change."""
 
     def replace(self, plan: Plan, lost: Mapping[str, str]) -> tuple[Plan, list[str]]:
-        """Put spare hosts in the places of lost ones and write the plan; return it, and a line for each change.
+        """Put spare hosts in the places of lost ones, or leave them out; return the plan, and a line for each change.
 
-        ``lost`` has the reason of each host. A lost host, and a spare that fails a check, is not used again.
+        The plan is written. ``lost`` has the reason of each host. A lost host, and a spare that fails a check, is not
+        used again. Hosts without a spare are left out as far as ``cluster.min_ranks`` allows.
 
         Raises:
-            RequestError: there are too few spare hosts that pass the checks, or the plan cannot be written.
+            RequestError: there are too few hosts that pass the checks, or the plan cannot be written.
         """
         reasons = list(lost.values())
+        may_shrink = self._min_ranks is not None
         try:
-            recipe = load(str(self._dir.recipe)) if self._left else None
-        except RequestError as error:  # as of a task whose code has changed
+            recipe = self._recipe or (load(str(self._dir.recipe)) if self._left or may_shrink else None)
+            while recipe is not None and (may_shrink or len(self._left) >= len(lost)):
+                chosen = dict(zip(lost, self._left, strict=False))
+                made, placed, refused = self._placed(recipe, plan, chosen, without=lost.keys() - chosen.keys())
+                if not refused:
+                    del self._left[: len(chosen)]
+                    self._write(placed)
+                    self._recipe = made
+                    changes = [f"{host} is replaced by {spare}" for host, spare in chosen.items()]
+                    if gone := lost.keys() - chosen.keys():
+                        changes.append(describe_fewer(plan, placed, recipe, gone))
+                    return placed, changes
+                reasons += [f"spare {spare}: {why}" for spare, why in refused.items()]
+                self._left = [spare for spare in self._left if spare not in refused]
+        except RequestError as error:  # as of a task whose code has changed, or of too few ranks
             raise RequestError("; ".join([*reasons, str(error)])) from None
-        while recipe is not None and len(self._left) >= len(lost):
-            chosen = dict(zip(lost, self._left, strict=False))
-            placed, refused = self._placed(recipe, plan, chosen)
-            if not refused:
-                del self._left[: len(lost)]
-                self._write(placed)
-                return placed, [f"{host} is replaced by {spare}" for host, spare in chosen.items()]
-            reasons += [f"spare {spare}: {why}" for spare, why in refused.items()]
-            self._left = [spare for spare in self._left if spare not in refused]
         if self._left:
             reasons.append(f"{len(self._left)} spare for {len(lost)} lost hosts")
         raise RequestError("; ".join(reasons))
@@ -68,22 +78,34 @@ class SpareHosts:
         except OSError as error:
             raise RequestError(f"{self._dir.plan} cannot be written: {error.strerror}") from None
 
-    def _placed(self, recipe: Recipe, plan: Plan, chosen: Mapping[str, str]) -> tuple[Plan, dict[str, str]]:
-        """Return the plan with the chosen spares by lost host, and why spares cannot be used."""
-        local = local_facts([*(node.host for node in plan.nodes), *chosen.values()])
+    def _placed(
+        self, recipe: Recipe, plan: Plan, chosen: Mapping[str, str], *, without: Collection[str]
+    ) -> tuple[Recipe, Plan, dict[str, str]]:
+        """Return recipe and plan ``without`` some lost hosts, with spares for others, and why spares cannot be used.
+
+        Raises:
+            RequestError: too few ranks are left, or a host that is left fails a check.
+        """
+        before = plan.nodes[0].host
+        local = local_facts([*(node.host for node in plan.nodes if node.host not in without), *chosen.values()])
+        if without:
+            recipe = recipe_without(recipe, plan, without)
+            plan = plan_without(plan, recipe, run_dir=str(self._dir.path), local=local)
         refused: dict[str, str] = {}
         first = chosen.get(plan.nodes[0].host)
+        if first is None and plan.nodes[0].host != before:
+            self._require_checkpoint(before, plan.nodes[0].host, local)
         for lost, spare in chosen.items():
             recipe = recipe_on(recipe, lost, spare)
             try:
                 inventory = _inventory(spare, local) if _needs_inventory(recipe, spare) else None
                 plan = plan_on(plan, recipe, lost, spare, inventory=inventory, local=local)
                 if spare == first:
-                    self._require_checkpoint(lost, spare, local)
+                    self._require_checkpoint(before, spare, local)
             except (RequestError, HostError) as error:
                 refused[spare] = str(error)
         if refused:
-            return plan, refused
+            return recipe, plan, refused
         checked = plan
         if plan.init_method is not None:  # the port of the failed attempt may still be taken
             checked = msgspec.structs.replace(plan, init_method=fresh_init_method(plan.init_method))
@@ -92,8 +114,10 @@ class SpareHosts:
             about = _spare_of(failed, plan, chosen) or (first if failed.check not in OF_LAUNCH else None)
             if about is not None:
                 refused.setdefault(about, failed.text.removeprefix(f"{about}: "))
+            elif without and failed.check not in OF_LAUNCH:
+                raise RequestError(failed.text)
         found = {answer.host for answer in answers if answer.interface} | set(chosen.values())
-        return with_interfaces(_without_interfaces(plan, recipe, found), answers), refused
+        return recipe, with_interfaces(_without_interfaces(plan, recipe, found), answers), refused
 
     def _require_checkpoint(self, lost: str, spare: str, local: LocalFacts) -> None:
         """Raise unless the host that gets rank 0 sees the newest checkpoint, or there is none."""

@@ -132,6 +132,7 @@ class Supervisor:
             if isinstance(again, AttemptResult):
                 return again
             plan = self._plan = again
+            self._gaps.change_plan(plan)
 
     def _launch(self, plan: Plan) -> Attempt:
         attempt = Attempt(since=attempt_outcome.event_file_sizes(self.dir), tmp=self._tmp)
@@ -225,7 +226,7 @@ class Supervisor:
             failure = self._diagnosis.lost_host(list(attempt.running.values()), self._plan)
         else:
             self._record(self._diagnosis.check())
-            self._status_writer.validated(self._diagnosis.state)
+            self._status_writer.follow(self._diagnosis.state)
             failure = self._diagnosis.ended_by_network(self._network, self._plan)
             failure = failure or self._diagnosis.ended_by_hang(self._plan)
         if failure is not None:

@@ -15,6 +15,7 @@ import msgspec
 from gputrain_tui.hosts.host_names import DEFAULT_PORT, PENDING_HOST, THIS_MACHINE, LocalFacts, address_of, is_local
 from gputrain_tui.shell_words import shell_joined, shell_quoted
 from gputrain_tui.tables import printable
+from trainer.contract.backends import is_nccl
 from trainer.contract.errors import RequestError, quoted
 from trainer.contract.option_rules import require_batch_sizes
 from trainer.contract.options import Distributed
@@ -102,6 +103,7 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
         finds_port=world_size > 1 and recipe.cluster.port == 0 and recipe.cluster.init_method in ("auto", "env://"),
     )
     _check_spare(recipe, run, machines, local)
+    _check_min_ranks(recipe, run)
     common_flags = [*to_flags(recipe.launch), *_training_flags(recipe)]
     first_rank = 0
     for index, assigned in enumerate(assignments):
@@ -298,9 +300,9 @@ def _backend(recipe: Recipe, assignments: Sequence[NodeDevices]) -> Literal["ncc
     wanted, where = recipe.cluster.backend, recipe.where("cluster", "backend")
     on_cpu = next((index for index, assigned in enumerate(assignments) if assigned.cpu), None)
     on_shared = next((index for index, assigned in enumerate(assignments) if assigned.shared), None)
-    if wanted == "nccl" and on_cpu is not None:
+    if is_nccl(wanted) and on_cpu is not None:
         raise RequestError(f"{where} is 'nccl', but the ranks of node {on_cpu} run on the CPU: use gloo or auto")
-    if wanted == "nccl" and on_shared is not None:
+    if is_nccl(wanted) and on_shared is not None:
         raise RequestError(f"{where} is 'nccl', which allows one rank per GPU, but node {on_shared} has more: use gloo")
     if wanted != "auto":
         return wanted
@@ -334,6 +336,17 @@ def _check_spare(recipe: Recipe, run: Plan, machines: Sequence[str], local: Loca
             raise RequestError(f"{where} has {quoted(host)}, which is a node: name a host once, in nodes or in spare")
         if is_loopback(address_of(host)) or (THIS_MACHINE in machines and is_local(host, local)):
             raise RequestError(f"{where} has {quoted(host)}, which is this machine: name a host that all others reach")
+
+
+def _check_min_ranks(recipe: Recipe, run: Plan) -> None:
+    """Raise for a minimum of ranks that the run does not have, or where no host can be lost."""
+    least, where = recipe.cluster.min_ranks, recipe.where("cluster", "min_ranks")
+    if least is None:
+        return
+    if least > run.world_size:
+        raise RequestError(f"{where} is {least}, but the run has {run.world_size} ranks: give 1 to {run.world_size}")
+    if run.launcher != "ssh":
+        raise RequestError(f"{where} needs nodes on other hosts, started over ssh, but the launcher is {run.launcher}")
 
 
 def _environment(

@@ -10,6 +10,7 @@ import msgspec
 from gputrain_tui.hosts.devices import DeviceAllocator, NodeDevices
 from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, address_of, is_local
 from gputrain_tui.plan.planner import Plan, PlannedNode, devices_text, visible_devices
+from trainer.contract.backends import is_nccl
 from trainer.contract.errors import RequestError
 from trainer.contract.rendezvous_url import parse_rendezvous_url, tcp_url
 
@@ -65,7 +66,7 @@ def plan_on(
 def _placed(node: PlannedNode, spare: str, assigned: NodeDevices, plan: Plan) -> PlannedNode:
     if len(assigned.devices) != len(node.ranks) or assigned.cpu != ("cpu" in node.devices):
         raise RequestError(f"it has {devices_text(assigned.devices)}, but its ranks need {devices_text(node.devices)}")
-    if plan.backend == "nccl" and assigned.shared:
+    if is_nccl(plan.backend) and assigned.shared:
         raise RequestError("it has fewer GPUs than ranks, and NCCL allows one rank per GPU")
     env = {name: value for name, value in node.env.items() if name not in VISIBLE} | visible_devices(assigned)
     return msgspec.structs.replace(node, host=spare, devices=list(assigned.devices), env=env)

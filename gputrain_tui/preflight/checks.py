@@ -18,6 +18,7 @@ from gputrain_tui.preflight.result import CheckResult, error, ok, warning
 from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.recipe.source import dotted
 from gputrain_tui.tables import size
+from trainer.contract.backends import is_nccl
 from trainer.contract.builtin_tasks import BUILT_IN
 from trainer.contract.option_rules import start_option
 from trainer.contract.rendezvous_url import scheme_of
@@ -254,7 +255,7 @@ def _shared_memory(
         result = error if workers else warning
         yield result(check, what, f"remove files from it, or {enlarge}", key=key)
         return
-    on_gpus = ranks if plan.backend == "nccl" and ranks > 1 else 0
+    on_gpus = ranks if is_nccl(plan.backend) and ranks > 1 else 0
     # Shared memory of a data loading process: two batches in flight of some tens of MiB.
     shm_per_worker_bytes = 64 * MIB
     shm_per_gpu_bytes = 32 * MIB  # shared memory of one rank for the buffers of NCCL's SHM transport

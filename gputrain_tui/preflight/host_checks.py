@@ -29,6 +29,7 @@ from gputrain_tui.preflight.result import CheckResult, error, ok, warning
 from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.recipe.source import dotted
 from gputrain_tui.tables import size
+from trainer.contract.backends import is_nccl
 from trainer.contract.builtin_tasks import BUILT_IN
 
 
@@ -218,7 +219,7 @@ def _differences(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> I
     for answer, other in others:
         key = _key(recipe, answer.node, "python")
         on_gpus = all("cpu" not in plan.nodes[node].devices for node in (first.node, answer.node))
-        for check, value in _versions(on_gpus=on_gpus, nccl=plan.backend == "nccl"):
+        for check, value in _versions(on_gpus=on_gpus, nccl=is_nccl(plan.backend)):
             if (expected := value(one)) and (actual := value(other)) and actual != expected:
                 what = f"{check} {expected} on {first.host}, {actual} on {answer.host}"
                 results.append(_error(answer, check, what, _push(recipe), key))

@@ -22,6 +22,7 @@ from gputrain_tui.preflight.collect_hosts import (
     UNREACHABLE,
     require_addresses,
 )
+from trainer.contract.backends import is_nccl
 
 LISTEN_TIMEOUT_S = 6.0
 """Time limit until a host listens, connecting included: ssh itself gives up after five seconds."""
@@ -99,7 +100,7 @@ def probe_network(plan: Plan, local: LocalFacts) -> dict[tuple[str, str], bool]:
 
 def _addresses(node: PlannedNode, backend: str, listener: _Listener) -> list[str]:
     """Return the addresses of the interface that a node's ranks use; all of its host if it is not known."""
-    name = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
+    name = "NCCL_SOCKET_IFNAME" if is_nccl(backend) else "GLOO_SOCKET_IFNAME"
     environ: Mapping[str, str] = {**os.environ, **node.env}
     names = environ.get(name, "").lstrip("=").split(",")
     return [address for address, interface in listener.addresses.items() if interface in names] or list(

@@ -30,11 +30,11 @@ from gputrain_tui.recipe.task_description import describe_task
 from gputrain_tui.recipe.values import check_env, inline_toml, parse_gpus, value_text
 from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 from trainer.contract.errors import RequestError, nearest, quoted
-from trainer.contract.option_rules import require_consistent
+from trainer.contract.fairseq_flags import NO_EFFECT, REFUSED
+from trainer.contract.option_rules import require_consistent, require_one_launcher
 from trainer.contract.options import Distributed, Script, Training
 from trainer.contract.rendezvous_url import parse_rendezvous_url
 from trainer.contract.schema import check, check_values, describe
-from trainer.contract.seed_flags import NO_EFFECT, REFUSED
 
 COMPUTED_FLAGS = {
     "distributed_init_method": "set cluster.init_method",
@@ -86,7 +86,8 @@ def _build(source: Source, overrides: Sequence[str]) -> Recipe:
     if slurm is not None and slurm.requeue and script is None and not train.save:
         where = source.where(("slurm", "requeue"))
         raise RequestError(f"{where} goes on from a checkpoint, but train.save is false: keep one")
-    _check_spare(cluster, slurm, source)
+    _check_spare(cluster, source)
+    _check_restart_keys(cluster, slurm, source)
     if script is None:
         require_consistent(
             train, typed_options, where=lambda name: source.where(("train", name)), named=lambda name: f"train.{name}"
@@ -183,11 +184,9 @@ def _cluster(source: Source) -> Cluster:
     return msgspec.structs.replace(cluster, nodes=nodes)
 
 
-def _check_spare(cluster: Cluster, slurm: SlurmOptions | None, source: Source) -> None:
-    """Raise for spare hosts that are no hosts, are nodes or spares already, or would never take a place."""
+def _check_spare(cluster: Cluster, source: Source) -> None:
+    """Raise for spare hosts that are no hosts, or are nodes or spares already."""
     where, (pattern, rule) = source.where(("cluster", "spare")), PATTERNS["host"]
-    if not cluster.spare:
-        return
     nodes = {node.host for node in cluster.nodes}
     for index, host in enumerate(cluster.spare):
         if not re.fullmatch(pattern, host):
@@ -195,13 +194,21 @@ def _check_spare(cluster: Cluster, slurm: SlurmOptions | None, source: Source) -
         if host in nodes or host in cluster.spare[:index]:
             twice = "is a node" if host in nodes else "is named twice"
             raise RequestError(f"{where} has {quoted(host)}, which {twice}: name a host once, in nodes or in spare")
+
+
+def _check_restart_keys(cluster: Cluster, slurm: SlurmOptions | None, source: Source) -> None:
+    """Raise for keys about the hosts of a restart where none follows, or where its hosts are not reached over ssh."""
     launcher = "slurm" if slurm is not None and cluster.launcher == "auto" else cluster.launcher
-    if launcher not in ("auto", "ssh"):
-        raise RequestError(
-            f'{where} needs cluster.launcher = "ssh", but it is "{launcher}": change it, or remove spare'
-        )
-    if not cluster.max_restarts:
-        raise RequestError(f"{where} is used at a restart, but cluster.max_restarts is 0: set it to 1 or more")
+    for name in ("spare", "min_ranks"):
+        where = source.where(("cluster", name))
+        if not getattr(cluster, name):
+            continue
+        if launcher not in ("auto", "ssh"):
+            raise RequestError(
+                f'{where} needs cluster.launcher = "ssh", but it is "{launcher}": change it, or remove {name}'
+            )
+        if not cluster.max_restarts:
+            raise RequestError(f"{where} is used at a restart, but cluster.max_restarts is 0: set it to 1 or more")
 
 
 def _node(source: Source, index: int, values: Mapping[str, Any]) -> Node:
@@ -279,6 +286,7 @@ def _train(source: Source) -> tuple[Training, Distributed, Script | None]:
             raise RequestError(f"{where} is missing: {tasks}, or your own as module:Class or path.py:Class")
         return train, launch, None
     script = options(Script, Script.__struct_fields__)
+    require_one_launcher(script, where=lambda name: source.where(("train", name)))
     if train.task:
         raise RequestError(f"{source.where(('train', 'script'))} and train.task exclude each other; keep one of them")
     for key in table:  # a script has its own loop and would not receive the options of ours

@@ -33,6 +33,8 @@ class LaunchCommand:
     nodes: list[dict[str, Any]] = field(default_factory=list)
     cluster: dict[str, Any] = field(default_factory=dict)
     """``[cluster]`` without nodes and ``env``."""
+    slurm: dict[str, Any] = field(default_factory=dict)
+    """``[slurm]``; empty without Slurm."""
     env: dict[str, str] = field(default_factory=dict)
     ignores_visible_devices: bool = False
     """Whether the launcher chooses devices without regard to ``CUDA_VISIBLE_DEVICES``."""
@@ -71,13 +73,14 @@ def pop_flag(flags: dict[str, str], *names: str) -> str | None:
     return values[0] if values else None
 
 
-def _number(value: str, flag: str, *, least: int = 1) -> int:
+def parse_number(value: str, flag: str, *, least: int = 1) -> int:
+    """Return a flag's whole number; raise if it is none, or below ``least``."""
     if not re.fullmatch(r"[0-9]{1,6}", value) or int(value) < least:
         raise RequestError(f"--{flag} is {quoted(value)}, but must be a whole number, at least {least}")
     return int(value)
 
 
-def _set_nodes(command: LaunchCommand, count: int, first_host: str | None, ranks: dict[str, Any]) -> None:
+def set_nodes(command: LaunchCommand, count: int, first_host: str | None, ranks: dict[str, Any]) -> None:
     """Set the nodes, all with the same ranks; a host that the command does not name is the placeholder ``hostN``."""
     if count > MAX_NODES:
         raise RequestError(f"{count} nodes are too many; at most {MAX_NODES} are allowed")
@@ -97,20 +100,20 @@ def _set_nodes(command: LaunchCommand, count: int, first_host: str | None, ranks
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "")
 
 
-def _set_endpoint(command: LaunchCommand, host: str | None, port: str | None, nodes: int) -> None:
+def set_endpoint(command: LaunchCommand, host: str | None, port: str | None, nodes: int) -> None:
     """Set ``init_method`` to the command's endpoint for several nodes; one node finds a free port by itself."""
     if nodes == 1 or host is None or host in LOOPBACK:
         return
-    number = _number(port, "port") if port else 29500
+    number = parse_number(port, "port") if port else 29500
     command.cluster["init_method"] = f"tcp://{f'[{host}]' if ':' in host else host}:{number}"
 
 
 def _set_restarts(command: LaunchCommand, flags: dict[str, str]) -> None:
-    if (restarts := pop_flag(flags, "max_restarts")) and _number(restarts, "max_restarts", least=0):
+    if (restarts := pop_flag(flags, "max_restarts")) and parse_number(restarts, "max_restarts", least=0):
         command.cluster["max_restarts"] = int(restarts)
 
 
-def _leave_out(command: LaunchCommand, flags: dict[str, str], names: Sequence[str]) -> None:
+def leave_out(command: LaunchCommand, flags: dict[str, str], names: Sequence[str]) -> None:
     """Note the flags without use here, as one supervisor starts all nodes and chooses the rendezvous."""
     given = [f"--{name.replace('_', '-')}" for name in names if pop_flag(flags, name) is not None]
     if given:
@@ -125,11 +128,11 @@ def _torch_launch(command: LaunchCommand, flags: dict[str, str], context: Contex
 
 def _torchrun(command: LaunchCommand, flags: dict[str, str], _: Context) -> None:
     pop_flag(flags, "standalone")  # as it is here
-    _leave_out(command, flags, ("rdzv_id", "node_rank", "rdzv_backend", "rdzv_conf", "local_addr"))
+    leave_out(command, flags, ("rdzv_id", "node_rank", "rdzv_backend", "rdzv_conf", "local_addr"))
     if pop_flag(flags, "virtual_local_rank") is not None:
         raise RequestError("--virtual-local-rank gives each process LOCAL_RANK 0, which gputrain cannot do")
     least, colon, most = (pop_flag(flags, "nnodes") or "1").partition(":")
-    nodes = _number(most or least, "nnodes")
+    nodes = parse_number(most or least, "nnodes")
     if colon and least != most:
         command.notes.append(f"--nnodes {least}:{most} is elastic; the recipe always has {nodes} nodes")
     match pop_flag(flags, "nproc_per_node") or "1":
@@ -139,15 +142,15 @@ def _torchrun(command: LaunchCommand, flags: dict[str, str], _: Context) -> None
             ranks = {"cpu_ranks": 1}
             command.notes.append("--nproc-per-node cpu is one rank per core: set cpu_ranks to the number of cores")
         case per_node if per_node.isdecimal():
-            ranks = {"ranks": _number(per_node, "nproc_per_node")}
+            ranks = {"ranks": parse_number(per_node, "nproc_per_node")}
         case per_node:
             raise RequestError(f"--nproc-per-node is {quoted(per_node)}, but must be a number, gpu, cpu or auto")
     address, port = pop_flag(flags, "master_addr"), pop_flag(flags, "master_port")
     if endpoint := pop_flag(flags, "rdzv_endpoint"):
         host, number = endpoint.rsplit(":", 1) if re.search(r":\d+$", endpoint) else (endpoint, "")
         address, port = host.strip("[]"), number or port
-    _set_nodes(command, nodes, address, ranks)
-    _set_endpoint(command, address, port, nodes)
+    set_nodes(command, nodes, address, ranks)
+    set_endpoint(command, address, port, nodes)
     _set_restarts(command, flags)
 
 
@@ -189,23 +192,23 @@ def _accelerate(command: LaunchCommand, flags: dict[str, str], context: Context)
     is_single &= pop_flag(flags, "multi_gpu") is None
     for name, value in settings.items():
         flags.setdefault(name, value)
-    _leave_out(command, flags, ("machine_rank", "rdzv_backend", "same_network"))
-    nodes = _number(pop_flag(flags, "num_machines") or "1", "num_machines")
+    leave_out(command, flags, ("machine_rank", "rdzv_backend", "same_network"))
+    nodes = parse_number(pop_flag(flags, "num_machines") or "1", "num_machines")
     total, ids = pop_flag(flags, "num_processes"), pop_flag(flags, "gpu_ids")
     cpu = pop_flag(flags, "cpu", "use_cpu") is not None
     if is_single:
         total = "1"
-    if total is not None and _number(total, "num_processes") % nodes:
+    if total is not None and parse_number(total, "num_processes") % nodes:
         raise RequestError(f"--num_processes is {total}, but must be a multiple of the {nodes} machines")
     if ids and ids != "all":
-        ranks: dict[str, Any] = {"gpus": _devices(ids, "gpu_ids")[: 1 if is_single else None]}
+        ranks: dict[str, Any] = {"gpus": parse_devices(ids, "gpu_ids")[: 1 if is_single else None]}
     elif total is not None:
         ranks = {"cpu_ranks" if cpu else "ranks": int(total) // nodes}
     else:
         ranks = {"cpu_ranks": 1} if cpu else {"gpus": "all"}
     address, port = pop_flag(flags, "main_process_ip"), pop_flag(flags, "main_process_port")
-    _set_nodes(command, nodes, address, ranks)
-    _set_endpoint(command, address, port, nodes)
+    set_nodes(command, nodes, address, ranks)
+    set_endpoint(command, address, port, nodes)
     for name, variable in ACCELERATE_ENVIRONMENT.items():
         if (setting := pop_flag(flags, name)) is not None:
             command.env.setdefault(variable, setting)
@@ -259,12 +262,12 @@ def _deepspeed(command: LaunchCommand, flags: dict[str, str], context: Context) 
     for name, instead in (("exclude", "name the GPUs with --include"), ("autotuning", "it starts trainings itself")):
         if pop_flag(flags, name):
             raise RequestError(f"--{name} cannot be translated: {instead}")
-    _leave_out(command, flags, ("launcher", "force_multi", "node_rank", "no_ssh", "no_ssh_check"))
+    leave_out(command, flags, ("launcher", "force_multi", "node_rank", "no_ssh", "no_ssh_check"))
     if pop_flag(flags, "no_local_rank") is None:
         command.local_rank_flag = "--local_rank"
     include, hostfile = pop_flag(flags, "include"), pop_flag(flags, "hostfile")
     counts = {"num_nodes": pop_flag(flags, "num_nodes"), "num_gpus": pop_flag(flags, "num_gpus", "num_accelerators")}
-    count, gpus = (None if text in (None, "-1") else _number(text, name) for name, text in counts.items())
+    count, gpus = (None if text in (None, "-1") else parse_number(text, name) for name, text in counts.items())
     address, port = pop_flag(flags, "master_addr"), pop_flag(flags, "master_port")
     if include and (count or gpus):
         raise RequestError("--include names nodes and GPUs: leave out --num_nodes and --num_gpus, as deepspeed demands")
@@ -274,9 +277,9 @@ def _deepspeed(command: LaunchCommand, flags: dict[str, str], context: Context) 
     elif slots:
         command.nodes = [{"host": host, "gpus": gpus or slots[host]} for host in [*slots][:count]]
     else:
-        _set_nodes(command, count or 1, address, {"gpus": gpus or "all"})
+        set_nodes(command, count or 1, address, {"gpus": gpus or "all"})
     command.ignores_visible_devices = bool(include or slots or gpus or (count or 1) > 1)
-    _set_endpoint(command, address, port, len(command.nodes))
+    set_endpoint(command, address, port, len(command.nodes))
     if len(command.nodes) > 1:
         _note_deepspeed_environment(command, context)
 
@@ -292,7 +295,7 @@ def _deepspeed_slots(hostfile: str | None, context: Context) -> dict[str, int | 
     hosts: dict[str, int | str] = {}
     for host, *settings in filter(None, (line.partition("#")[0].split() for line in text.splitlines())):
         slots = next((word.removeprefix("slots=") for word in settings if word.startswith("slots=")), None)
-        hosts[host] = _number(slots, "hostfile") if slots else "all"
+        hosts[host] = parse_number(slots, "hostfile") if slots else "all"
     return hosts
 
 
@@ -303,7 +306,7 @@ def _included_nodes(include: str, slots: Mapping[str, int | str]) -> list[dict[s
         host, colon, ids = part.partition(":")
         if slots and host not in slots:
             raise RequestError(f"--include names {quoted(host)}, which is not in the hostfile{nearest(host, slots)}")
-        chosen[host] = _devices(ids, "include") if colon else slots.get(host, "all")
+        chosen[host] = parse_devices(ids, "include") if colon else slots.get(host, "all")
     hosts = [host for host in slots if host in chosen] or chosen
     return [{**({} if host in LOOPBACK else {"host": host}), "gpus": chosen[host]} for host in hosts]
 
@@ -318,17 +321,35 @@ def _note_deepspeed_environment(command: LaunchCommand, context: Context) -> Non
             command.notes.append(f"{file} sets {', '.join(names)}, which is left out: add what the ranks need to env")
 
 
-def _python(command: LaunchCommand, flags: dict[str, str], _: Context) -> None:
+STARTS_RANKS = re.compile(r"\b(?:mp|multiprocessing)\.(?:spawn|start_processes)\(")
+"""A call by which a script starts its ranks itself."""
+SPAWN_FLAG = "--multiprocessing-distributed"
+"""Flag by which scripts in the style of PyTorch's imagenet example start their ranks themselves."""
+
+
+def _python(command: LaunchCommand, _: dict[str, str], context: Context) -> None:
     command.nodes = [{"ranks": 1}]
-    if command.makes_group is not False:
+    try:
+        text = context.read_file(command.script)
+    except (OSError, ValueError):
+        text = ""
+    has_flag = SPAWN_FLAG in command.args
+    if has_flag or (STARTS_RANKS.search(text) and SPAWN_FLAG.strip("-").replace("-", "_") not in text):
+        why = SPAWN_FLAG if has_flag else "torch.multiprocessing"
+        command.notes.append(
+            f"{command.script} starts its ranks itself ({why}), so the recipe has one, and they are not measured: for "
+            "that let it take RANK, WORLD_SIZE and LOCAL_RANK from the environment, and raise ranks"
+        )
+    elif command.makes_group is not False:
         where = "" if command.makes_group else ", if the script makes a process group (init_process_group)"
         command.notes.append(
             f"python starts one process: raise ranks for more{where}; each gets RANK, WORLD_SIZE and LOCAL_RANK"
         )
 
 
-def _devices(text: str, flag: str) -> list[int]:
-    return [_number(part.strip(), flag, least=0) for part in text.split(",")]
+def parse_devices(text: str, flag: str) -> list[int]:
+    """Return a flag's device indices, separated by commas."""
+    return [parse_number(part.strip(), flag, least=0) for part in text.split(",")]
 
 
 def choose_devices(command: LaunchCommand, visible: str | None) -> None:

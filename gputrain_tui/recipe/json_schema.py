@@ -93,7 +93,11 @@ def _train() -> dict[str, Any]:
         "properties": {option.name: known[option.name] for option in train_options()},
         "additionalProperties": False,
         "if": _any_of(Script.__struct_fields__),
-        "then": {"required": ["script"], "properties": {"task": {"const": ""}, **dict.fromkeys(loop, False)}},
+        "then": {
+            "required": ["script"],
+            "properties": {"task": {"const": ""}, **dict.fromkeys(loop, False)},
+            "not": {"required": ["local_rank_flag", "starts_ranks"], "properties": {"starts_ranks": {"const": True}}},
+        },
         "else": {"required": ["task"], "properties": {"task": tasks}},
     }
 
@@ -125,9 +129,9 @@ def _cluster() -> dict[str, Any]:
             rule |= places.get(name, {})
         table["properties"]["env"] = env
     cluster["properties"]["init_method"] |= init_method
-    one, listed = cluster["properties"]["spare"]["anyOf"]
-    one |= places["host"]
-    listed["items"] |= places["host"]
+    spare = cluster["properties"]["spare"]["anyOf"]
+    spare[1]["items"] |= places["host"]
+    spare[0] = {"type": "string", "pattern": f"^(?:{PATTERNS['host'][0]})?$"}  # an empty text is an empty list
     node["properties"]["gpus"] = gpus
     node["oneOf"] = [{"required": [name]} for name in RANK_KEYS]
     cluster["properties"]["nodes"] = {"type": "array", "minItems": 1, "items": node}

@@ -1,4 +1,4 @@
-"""Translates a command line of torchrun, accelerate, DeepSpeed or python into the values of a recipe.
+"""Translates a command line of torchrun, accelerate, srun, python and other launchers into the values of a recipe.
 
 Pure: the caller passes the function that reads the files of a command, such as a hostfile or the script. The script's
 text says whether it makes a process group: ranks without one each train a copy of their own.
@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import ast
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
 
 from gputrain_tui.recipe.accelerate_launch import AccelerateLaunch
 from gputrain_tui.recipe.command_launchers import (
-    LAUNCHERS,
     RENDEZVOUS_VARIABLES,
     Context,
     LaunchCommand,
@@ -24,21 +22,12 @@ from gputrain_tui.recipe.command_launchers import (
     choose_devices,
     pop_flag,
 )
+from gputrain_tui.recipe.command_prefixes import read_prefixes
+from gputrain_tui.recipe.framework_launchers import LAUNCHERS
+from gputrain_tui.recipe.refused_launchers import require_translatable
+from gputrain_tui.recipe.shell_text import EXPANSION, require_no_expansion, shown
+from gputrain_tui.recipe.srun import SlurmStep, apply_step
 from trainer.contract.errors import RequestError, nearest, quoted
-
-
-def split_command(text: str) -> list[str]:
-    """Split pasted text into words, without prompts, comments and continued line ends."""
-    lines = [re.sub(r"^[$>%] +", "", line.strip()) for line in text.replace("\\\n", " ").splitlines()]
-    lines = [line for line in lines if line and not line.startswith("#")]
-    if len(lines) != 1:
-        how_many = f"{len(lines)} commands are" if lines else "no command is"
-        raise RequestError(f"{how_many} given; paste one, such as: torchrun --nproc-per-node 4 train.py")
-    try:
-        return shlex.split(lines[0], comments=True)
-    except ValueError as error:
-        raise RequestError(f"the command cannot be read: {str(error).lower()}") from None
-
 
 SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "WEBHOOK", "AUTHORIZATION")
 """Words in the name of a variable whose value a recipe should not keep."""
@@ -55,60 +44,96 @@ def read_launch_command(
     read_file: ReadFile,
     ask_accelerate: Callable[[str | None, Sequence[str]], AccelerateLaunch],
 ) -> LaunchCommand:
-    """Translate a command of torchrun, accelerate, DeepSpeed or python.
+    """Translate a command of one of ``LAUNCHERS``, or of ``srun`` before one.
 
     Args:
-        argv: the command; it may begin with settings of environment variables.
+        argv: the command; it may begin with settings of environment variables and with ``PREFIXES``.
         read_file: returns the text of a file that the command names; raises OSError.
         ask_accelerate: returns what accelerate would start; gets its interpreter, None for this one, and its words.
     """
-    rest, env = list(argv), dict[str, str]()
-    if rest[:1] == ["env"]:
-        rest.pop(0)
-    while rest and (setting := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", rest[0], re.DOTALL)):
-        env[setting[1]] = setting[2]
-        rest.pop(0)
-    if not rest:
-        raise RequestError("no command is given; start it with torchrun, accelerate launch, deepspeed or python")
-    name, python, rest = _program(rest)
+    prefixed = read_prefixes(argv)
+    env, step = prefixed.env, prefixed.slurm
+    if not prefixed.argv:
+        raise RequestError(f"no command is given; start it with {KNOWN}")
+    name, python, given = _program(prefixed.argv)
     launcher = LAUNCHERS[name]
-    given = list(rest)
-    flags, rest = _split_flags(launcher, rest)
+    flags, rest = _split_flags(launcher, given)
+    left_out = _without_variables(flags, given, step)
+    require_no_expansion([*flags.values(), *rest])
     if name == "torchrun":
         for variable in [each for each in env if each.startswith("PET_")]:  # torchrun's defaults
             flags.setdefault(variable.removeprefix("PET_").lower(), env.pop(variable))
     is_module = pop_flag(flags, "module") is not None
     if pop_flag(flags, "no_python") is not None or pop_flag(flags, "run_path") is not None:
         raise RequestError(f"this {name} command starts another program than a Python script, which gputrain cannot do")
-    if not rest:
-        raise RequestError(f"the {name} command names no script")
+    if not rest or (name == "python" and rest[0] == "-"):
+        raise RequestError(f"the {name} command names no script" + _without_file(name, flags))
     # argparse, by which all launchers but python itself read their words, takes a -- after the script as its own.
     args = rest[2:] if rest[1:2] == ["--"] and name != "python" else rest[1:]
-    command = LaunchCommand(script=rest[0], args=args, module=is_module)
+    command = LaunchCommand(script=rest[0], args=args, module=is_module, notes=[*prefixed.notes, *left_out])
     if python is not None:
         command.cluster["python"] = python
-    visible = env.pop("CUDA_VISIBLE_DEVICES", None)
-    for variable in [each for each in env if each in RENDEZVOUS_VARIABLES]:
-        command.notes.append(f"{variable}={env.pop(variable)} is left out: gputrain computes it")
-    for variable in [each for each in env if is_secret_variable(each)]:
-        del env[variable]
-        command.notes.append(
-            f"{variable} is left out: secrets do not belong in a recipe; the ranks inherit it from the shell"
-        )
-    command.env = env
+    command.env, visible = env, env.pop("CUDA_VISIBLE_DEVICES", None)
+    _leave_out_variables(command)
+    require_no_expansion([*env.values(), visible or ""])
     context = Context(argv=given, read_file=read_file, ask_accelerate=lambda argv: ask_accelerate(python, argv))
     file = command.script.replace(".", "/") + ".py" if command.module else command.script
     command.makes_group = makes_group(file, read_file)
     launcher.read(command, flags, context)
     if command.makes_group is False:
         command.notes.append(without_group(command.script))
-    if visible is not None and command.ignores_visible_devices:
-        command.notes.append(f"CUDA_VISIBLE_DEVICES={visible} is left out: {name} ignores it beside these flags")
+    if visible is not None and (command.ignores_visible_devices or step is not None):
+        reason = "Slurm chooses the GPUs" if step is not None else f"{name} ignores it beside these flags"
+        command.notes.append(f"CUDA_VISIBLE_DEVICES={visible} is left out: {reason}")
     else:
         choose_devices(command, visible)
+    if step is not None:
+        apply_step(command, step, launcher=name)
     for flag, value in flags.items():
         command.notes.append(f"--{flag}{f' {value}' if value else ''} has no counterpart and is left out")
     return command
+
+
+def _leave_out_variables(command: LaunchCommand) -> None:
+    """Remove and note the variables that gputrain computes, and secrets."""
+    for variable in [each for each in command.env if each in RENDEZVOUS_VARIABLES]:
+        command.notes.append(f"{variable}={shown(command.env.pop(variable))} is left out: gputrain computes it")
+    for variable in [each for each in command.env if is_secret_variable(each)]:
+        del command.env[variable]
+        command.notes.append(
+            f"{variable} is left out: secrets do not belong in a recipe; the ranks inherit it from the shell"
+        )
+
+
+NEUTRAL = {
+    **dict.fromkeys(("rdzv_endpoint", "master_addr", "main_process_ip", "main_address"), "localhost"),
+    **dict.fromkeys(("master_port", "main_process_port", "main_port"), "29500"),
+    **dict.fromkeys(("rdzv_id", "rdzv_conf", "node_rank", "machine_rank", "base_rank", "local_addr"), "0"),
+}
+"""Flags of the rendezvous, whose values gputrain computes → a value that says nothing."""
+NODE_COUNTS = ("nnodes", "num_machines", "num_nodes")
+
+
+def _without_variables(flags: dict[str, str], argv: list[str], step: SlurmStep | None) -> list[str]:
+    """Replace expansions in the rendezvous' flags, and in a step's number of nodes; return a note about them."""
+    replaced = []
+    for name, value in flags.items():
+        neutral = NEUTRAL.get(name) or (str(step.nodes or 1) if step is not None and name in NODE_COUNTS else None)
+        if EXPANSION not in value or neutral is None:
+            continue
+        flags[name] = neutral
+        argv[:] = [word.replace(value, neutral) for word in argv]
+        replaced.append(f"--{name.replace('_', '-')} {shown(value)}")
+    return [f"{', '.join(replaced)}: not needed, as gputrain computes it"] if replaced else []
+
+
+def _without_file(name: str, flags: dict[str, str]) -> str:
+    if name == "python" and "c" in flags:
+        return ": python -c has its program on the line; write that into a file"
+    return "" if name != "python" else ": write the program into a file"
+
+
+KNOWN = "torchrun, accelerate launch, deepspeed, fabric run, composer, colossalai run, srun or python"
 
 
 def _program(argv: list[str]) -> tuple[str, str | None, list[str]]:
@@ -124,11 +149,13 @@ def _program(argv: list[str]) -> tuple[str, str | None, list[str]]:
             return "torch.distributed.launch", python, rest[2:]
         if module in MODULES:
             return MODULES[module], python, _after_launch(MODULES[module], rest[2:])
+        require_translatable(["-m", module], shown_as=f"python -m {module}")
         return "python", python, rest
-    if name in LAUNCHERS:
-        return name, str(path.with_name("python")) if python else None, _after_launch(name, rest)
-    known = "torchrun, accelerate launch, deepspeed or python"
-    raise RequestError(f"{quoted(argv[0])} is not a known launcher: use {known}{nearest(name, LAUNCHERS)}")
+    launcher = "fabric" if name == "lightning" else name.removesuffix("-launch")
+    if launcher in LAUNCHERS and launcher != "torch.distributed.launch":
+        return launcher, str(path.with_name("python")) if python else None, _after_launch(launcher, rest)
+    require_translatable(argv, shown_as=argv[0])
+    raise RequestError(f"{quoted(shown(argv[0]))} is not a known launcher: use {KNOWN}{nearest(name, LAUNCHERS)}")
 
 
 MODULES = {
@@ -136,14 +163,24 @@ MODULES = {
     "accelerate.commands.launch": "accelerate",
     "accelerate.commands.accelerate_cli": "accelerate",
     "deepspeed.launcher.runner": "deepspeed",
+    "lightning.fabric.cli": "fabric",
+    "lightning_fabric.cli": "fabric",
+    "composer.cli.launcher": "composer",
+    "colossalai.cli": "colossalai",
 }
+SUBCOMMANDS = {"accelerate": "launch", "fabric": "run", "colossalai": "run"}
+"""Launchers that are one command of several of their program."""
 
 
 def _after_launch(name: str, argv: list[str]) -> list[str]:
-    if name == "accelerate" and argv[:1] == ["launch"]:
-        return argv[1:]
-    if name == "accelerate" and argv and not argv[0].startswith("-") and not argv[0].endswith(".py"):
-        raise RequestError(f"accelerate {argv[0]} does not start training; use accelerate launch")
+    wanted = SUBCOMMANDS.get(name)
+    if wanted is not None and argv[:1] == [wanted]:
+        argv = argv[1:]
+        if name == "fabric" and argv[:1] == ["app"]:
+            raise RequestError("lightning run app starts no training; use fabric run")
+        return argv[1:] if name == "fabric" and argv[:1] == ["model"] else argv  # as earlier versions spell it
+    if wanted is not None and argv and not argv[0].startswith("-") and not argv[0].endswith(".py"):
+        raise RequestError(f"{name} {argv[0]} does not start training; use {name} {wanted}")
     return argv
 
 

@@ -150,6 +150,16 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     spare: Annotated[
         tuple[str, ...], Meta(description="hosts that take the places of lost ones at a restart, in this order")
     ] = ()
+    min_ranks: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                description="fewest ranks with which a restart goes on without lost hosts; default: never without them",
+            ),
+        ]
+        | None
+    ) = None
     port: Annotated[
         int, Meta(ge=0, le=65535, description="port on the first node; 0: a free one, found there at the launch")
     ] = 0

@@ -15,7 +15,8 @@ import tomlkit
 from gputrain_tui.recipe.accelerate_launch import AccelerateLaunch, ask_accelerate
 from gputrain_tui.recipe.allow_list import AllowList
 from gputrain_tui.recipe.command_launchers import LaunchCommand
-from gputrain_tui.recipe.launch_command import read_launch_command, split_command
+from gputrain_tui.recipe.launch_command import read_launch_command
+from gputrain_tui.recipe.shell_text import ASSIGNMENT, read_pasted_command, shown
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from gputrain_tui.shell_words import shell_joined
 from trainer.contract.builtin_tasks import BUILT_IN
@@ -59,6 +60,7 @@ class NewRecipe:
     train: Mapping[str, Any]
     task: Mapping[str, Any] = field(default_factory=dict)
     cluster: Mapping[str, Any] = field(default_factory=dict)
+    slurm: Mapping[str, Any] = field(default_factory=dict)
     makes_group: bool | None = None
     """Whether the script makes a process group; None if that is unknown."""
     notes: tuple[str, ...] = ()
@@ -75,7 +77,8 @@ class NewRecipe:
         cluster, env = dict(self.cluster), self.cluster.get("env", {})
         if len(env) > MAX_INLINE_VARIABLES:
             del cluster["env"]
-        tables: list[tuple[str, Mapping[str, Any]]] = [("[cluster]", cluster)] if cluster else []
+        tables: list[tuple[str, Mapping[str, Any]]] = [("[slurm]", self.slurm)] if self.slurm else []
+        tables += [("[cluster]", cluster)] if cluster else []
         tables += [("[cluster.env]", env)] if len(env) > MAX_INLINE_VARIABLES else []
         tables += [("[[cluster.nodes]]", node) for node in self.nodes]
         tables += [("[train]", self.train)]
@@ -97,15 +100,23 @@ def from_command(command: LaunchCommand, *, typed: str) -> NewRecipe:
         nodes=command.nodes,
         train=train,
         cluster=cluster,
+        slurm=command.slurm,
         makes_group=command.makes_group,
         notes=tuple(map(printable, command.notes)),
     )
 
 
-def from_argv(argv: Sequence[str]) -> NewRecipe:
-    """Return the recipe of a launch command."""
+def from_argv(argv: Sequence[str], *, notes: Sequence[str] = ()) -> NewRecipe:
+    """Return the recipe of a launch command; ``notes`` are those about its text."""
     command = read_launch_command(argv, read_file=read_text_file, ask_accelerate=_ask_accelerate)
+    command.notes = [*notes, *command.notes]
     return from_command(command, typed=_shown(argv, command))
+
+
+def from_pasted(text: str) -> NewRecipe:
+    """Return the recipe of the one launch command in a pasted text."""
+    pasted = read_pasted_command(text)
+    return from_argv(pasted.argv, notes=pasted.notes)
 
 
 def _shown(argv: Sequence[str], command: LaunchCommand) -> str:
@@ -117,11 +128,11 @@ def _shown(argv: Sequence[str], command: LaunchCommand) -> str:
     first_argument = len(argv) - len(command.args)
     before = [
         f"{setting[1]}={allow.variables({setting[1]: setting[2]})[setting[1]]}"
-        if (setting := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word, re.DOTALL))
+        if (setting := ASSIGNMENT.fullmatch(word))
         else word
         for word in argv[:first_argument]
     ]
-    return shell_joined([*before, *allow.arguments(argv[first_argument:])])
+    return shell_joined([*map(shown, before), *allow.arguments(argv[first_argument:])])
 
 
 def from_text(text: str) -> NewRecipe:
@@ -129,10 +140,10 @@ def from_text(text: str) -> NewRecipe:
 
     Required options of a task are left to be set: its recipe is incomplete without them.
     """
-    argv = split_command(text)
-    first = argv[0]
+    pasted = read_pasted_command(text)
+    argv, first = pasted.argv, pasted.argv[0]
     if first.endswith(".py") or len(argv) > 1:
-        new = from_argv(["python", *argv] if first.endswith(".py") else argv)
+        new = from_argv(["python", *argv] if first.endswith(".py") else argv, notes=pasted.notes)
         if "module" not in new.train:
             _require_file(new.train["script"])
         return new

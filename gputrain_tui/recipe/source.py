@@ -75,6 +75,8 @@ class Source:
         for path in (key, written):
             if any(path[:length] in self.overridden for length in range(1, len(path) + 1)):
                 return f"--set {dotted(path)}"
+        if entry := next((path for path in self.overridden if path[:-1] == key and isinstance(path[-1], int)), None):
+            return f"--set {dotted(entry)}"
         if written not in self.lines and any(path[: len(key)] == key for path in self.overridden):
             return f"--set {dotted(key)}"
         known = (self.lines.get(written[:length]) for length in range(len(written), 0, -1))
@@ -330,11 +332,12 @@ def override(data: Mapping[str, Any], settings: Sequence[str]) -> tuple[dict[str
         value = _parse_setting(text.strip(), where=f"--set {name.strip()}")
         if len(parts) > MAX_DEPTH:
             raise RequestError(f"--set {parts[0]}: {TOO_DEEP}")
-        keys.add(_assign(result, parts, value, name.strip()))
+        keys.add(_assign(result, parts, value, name.strip(), text.strip()))
     return result, frozenset(keys)
 
 
-def _assign(data: dict[str, Any], parts: Sequence[str], value: Any, name: str) -> Key:
+def _assign(data: dict[str, Any], parts: Sequence[str], value: Any, name: str, text: str) -> Key:
+    """Set the value of a key, or its text in place of an entry of a list that is text too; return the key."""
     node: Any = data
     key: Key = ()
     for position, part in enumerate(parts):
@@ -352,7 +355,8 @@ def _assign(data: dict[str, Any], parts: Sequence[str], value: Any, name: str) -
             raise RequestError(f"--set {name}: {dotted(key)} is {quoted(node)}, which has no keys")
         key = (*key, step)
         if last:
-            node[step] = value
+            is_word = isinstance(node, list) and isinstance(node[int(step)], str)
+            node[step] = text if is_word and isinstance(value, bool | int | float) else value
         else:
             node = node[step]
     return key

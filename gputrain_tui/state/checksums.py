@@ -33,6 +33,8 @@ class DesyncState:
         self._open: dict[int, dict[int, Checksum]] = {}
 
     def add(self, checksum: Checksum, world_size: int) -> None:
+        if checksum.rank >= world_size:  # late, of a rank that is gone
+            return
         checksums = self._open.setdefault(checksum.step, {})
         checksums[checksum.rank] = checksum
         if len(checksums) >= world_size:
@@ -42,6 +44,10 @@ class DesyncState:
             self.non_finite = tuple(sorted(rank for rank, each in checksums.items() if each.non_finite))
         elif len(self._open) > OPEN_CHECKS:
             del self._open[min(self._open)]
+
+    def restart(self) -> None:
+        """Drop all pending checksums: the ranks are others now."""
+        self._open.clear()
 
     def drop_rank(self, rank: int) -> None:
         """Drop the pending checksums of a restarted rank, which may repeat the same steps."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from gputrain_tui.state.rank_state import RankView
 from gputrain_tui.state.step_losses import mean_loss
 from gputrain_tui.state.totals import Phase, Totals
+from trainer.contract.record import GroupSync, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +17,20 @@ class Throughput:
 
     stepping_s: float = 0.0
     """Mean over the ranks of the duration of the steps that the rates are over, seconds."""
+    steps_per_s: float | None = None
+    """Of one rank, as all step together."""
     samples_per_s: float | None = None
+    """Over the ranks that count samples."""
     tokens_per_s: float | None = None
     """None where a rank counts none."""
     mfu: float | None = None
     """Model FLOPs utilization: share of the GPUs' peak that the model's operations take, 0 to 1. None where the
     operations of a rank or the peak of its GPU are not known."""
+
+    @property
+    def rate(self) -> tuple[float | None, str]:
+        """The rate and its unit: samples a second, or steps where no rank counts samples."""
+        return (self.steps_per_s, "steps/s") if self.samples_per_s is None else (self.samples_per_s, "samples/s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +52,68 @@ class RunFigures(Throughput):
     """Share of step time in which the ranks computed: forward and backward, 0 to 1."""
     sync_share: float | None = None
     """Share of step time in which they waited for the gradient synchronisation, 0 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupFigures:
+    """Collectives of a rank in one process group: means over the steps of its last events, per step."""
+
+    name: str
+    """Of the group; ``DDP`` for the buckets of DDP, whose group the record does not name."""
+    ranks: tuple[int, ...] = ()
+    """Empty where they are not known."""
+    calls: float
+    operations: Mapping[str, float] = field(default_factory=dict)
+    """Calls by operation, the most frequent first."""
+    bytes: float
+    exposed_ms: float | None = None
+    """Time for which the rank was blocked; None: not measured."""
+    share: float | None = None
+    """That time as a share of the step, 0 to 1."""
+
+
+def group_figures(view: RankView) -> list[GroupFigures]:
+    """Return the figures of each group of a rank, those in which it waits longest first.
+
+    Over the same steps their exposed times sum up to the rank's wait for the synchronisation.
+    """
+    events = list(view.groups.recent)
+    steps = sum(event.steps for event in events)
+    step_ms = sum((event.step_ms or 0.0) * event.steps for event in events)
+    of_group: dict[str, list[tuple[int, GroupSync]]] = {}
+    for event in events:
+        waits = [sync.exposed_ms or 0.0 for sync in event.groups or ()]
+        ddp = _ddp_sync(event, sum(waits))
+        for sync in (*(event.groups or ()), *ddp):
+            of_group.setdefault(sync.group, []).append((event.steps, sync))
+    figures = []
+    for name, syncs in of_group.items():
+        operations: dict[str, float] = {}
+        for count, sync in syncs:
+            for operation, calls in sync.operations.items():
+                operations[operation] = operations.get(operation, 0.0) + calls * count / steps
+        waited = [count * sync.exposed_ms for count, sync in syncs if sync.exposed_ms is not None]
+        figures.append(
+            GroupFigures(
+                name=name,
+                ranks=view.groups.group(name).ranks,
+                calls=sum(count * sync.calls for count, sync in syncs) / steps,
+                operations=dict(sorted(operations.items(), key=lambda item: -item[1])),
+                bytes=sum(count * sync.bytes for count, sync in syncs) / steps,
+                exposed_ms=sum(waited) / steps if waited else None,
+                share=sum(waited) / step_ms if waited and step_ms > 0 else None,
+            )
+        )
+    return sorted(figures, key=lambda each: -(each.exposed_ms or 0.0))
+
+
+def _ddp_sync(event: Step, waited_ms: float) -> list[GroupSync]:
+    """Return what DDP's buckets are in an event, whose collectives of other groups waited so long."""
+    if event.sync_buckets is None or event.sync_exposed_ms is None:
+        return []
+    exposed_ms = max(event.sync_exposed_ms - waited_ms, 0.0)
+    calls, size = float(event.sync_buckets), float(event.sync_bytes or 0)
+    return [GroupSync(group="DDP", calls=calls, bytes=size, exposed_ms=exposed_ms, operations={"all_reduce": calls})]
 
 
 def run_figures(views: Iterable[RankView]) -> RunFigures:
@@ -69,9 +140,15 @@ def run_figures(views: Iterable[RankView]) -> RunFigures:
 
 
 def samples_per_s(all_sums: Iterable[Totals]) -> float | None:
-    """Return the samples of all ranks per second of stepping, from the sums of each; None where none was timed."""
+    """Return the samples of all ranks per second of stepping, from the sums of each; None where none is known."""
     rates = [rate for sums in all_sums if (rate := sums.samples_per_s) is not None]
     return sum(rates) if rates else None
+
+
+def steps_per_s(all_sums: Iterable[Totals]) -> float | None:
+    """Return the steps of a rank per second of stepping, the mean over the ranks; None where none was timed."""
+    rates = [rate for sums in all_sums if (rate := sums.steps_per_s) is not None]
+    return sum(rates) / len(rates) if rates else None
 
 
 def mean_share(all_sums: Iterable[Totals], *phases: Phase) -> float | None:
@@ -93,6 +170,7 @@ def _throughput(ranks: Sequence[tuple[RankView, Totals]]) -> Throughput:
     used = [(view, sums.since(view.totals_at_start) if sums is view.totals else sums) for view, sums in stepping]
     return Throughput(
         stepping_s=sum(sums.step_ms for _, sums in stepping) / len(stepping) / 1e3 if stepping else 0.0,
+        steps_per_s=steps_per_s(sums for _, sums in stepping),
         samples_per_s=samples_per_s(sums for _, sums in stepping),
         tokens_per_s=sum(rate or 0.0 for rate in tokens) if tokens and None not in tokens else None,
         mfu=_utilization([(view, sums.samples_per_s) for view, sums in used]),

@@ -35,6 +35,7 @@ CAUSES = {
     "cpu_quota": "cpu quota",
     "gpu_clock": "GPU clock",
     "gpu_thermal": "GPU heat",
+    "collectives": "different collectives",
     "unattributed": "",
 }
 """Texts of causes, where the identifier does not read well."""
@@ -68,6 +69,8 @@ def finding_summary(finding: Finding) -> str:
         text = subject + WORDS.get(finding.kind, finding.kind.replace("_", " "))
         at = f" ({finding.line})" if finding.line else ""
         return f"{text}: {cause}{at}" if finding.kind == "stalled" and cause else text
+    if finding.cause == "other":
+        cause = "its own code"
     excess_ms = finding.evidence.get("excess_ms")
     slow = "slow" if excess_ms is None else f"slow +{excess_ms:.0f} ms"
     return f"{subject}{slow}" + (f": {cause}" if cause else "")
@@ -79,6 +82,8 @@ def _subject(finding: Finding) -> str:
         return ""
     if finding.kind in HOST_KINDS and finding.host:
         return f"{finding.host} "
+    if finding.kind == "straggler" and finding.ranks:
+        return f"{ranks_text(finding.ranks)} "
     ranks = finding.evidence.get("ranks", 1) if finding.kind == "straggler" else 1
     return f"{ranks:.0f} ranks of {finding.host or 'a node'} " if ranks > 1 else f"rank {finding.rank} "
 
@@ -123,6 +128,12 @@ def _state(finding: Finding) -> str:
     since = f" since step {finding.step:,}" if finding.step is not None else ""
     on = f" on {ranks_text(finding.ranks or [finding.rank])}" if finding.rank is not None else ""
     return f"NaN{since}{on}"
+
+
+def named_ranks(findings: Iterable[Finding]) -> set[int]:
+    """Return the ranks that findings are about."""
+    of_each = ([*finding.ranks, finding.rank] for finding in findings)
+    return {rank for ranks in of_each for rank in ranks if rank is not None}
 
 
 def loss_is_nan(findings: Iterable[Finding]) -> bool:

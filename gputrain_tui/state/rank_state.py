@@ -7,9 +7,10 @@ from collections import deque
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
+from gputrain_tui.state.process_groups import RankGroups
 from gputrain_tui.state.step_losses import loss_at
 from gputrain_tui.state.totals import ZERO_TOTALS, Totals
-from trainer.contract.record import Doing, Failure, Finding, ModelFlops, RunEnded, Step
+from trainer.contract.record import Doing, Failure, Finding, GpuSample, ModelFlops, RankSample, RunEnded, Step
 from trainer.contract.record.unrecorded import COUNTS
 
 WINDOW = 50
@@ -78,6 +79,8 @@ class RankView:
     """Optimizer steps done when it was last started."""
     bucket_step: Step | None = None
     """Its newest step event with the time of each bucket."""
+    groups: RankGroups = field(default_factory=lambda: RankGroups(WINDOW))
+    """Its process groups, and its collectives besides those of DDP's buckets."""
     rss_bytes: deque[tuple[float, int]] = field(init=False)
     """Its process's memory since its first step, with the time, where the run keeps a history."""
     gpu_bytes: deque[tuple[float, int]] = field(init=False)
@@ -88,6 +91,31 @@ class RankView:
     def __post_init__(self, history: int) -> None:
         self.steps = deque(maxlen=history)
         self.rss_bytes, self.gpu_bytes = (deque(maxlen=MEMORY_SAMPLES if history else 0) for _ in range(2))
+
+    def restart(self) -> None:
+        """Begin again from a checkpoint: the totals stay, the windows start empty."""
+        self.totals_at_start, self.flops = self.totals, None
+        self.totals_window.clear()
+        self.totals_window.append(self.totals)
+        for series in (self.steps, self.rss_bytes, self.gpu_bytes):
+            series.clear()
+        self.groups.clear()
+        self.bucket_step = self.doing = None
+        self.validation_turns = 0
+
+    def sample_process(self, process: RankSample, time: float) -> None:
+        """Take a sample of its process."""
+        self.process = process
+        if process.rss_bytes is not None:
+            self.rss_peak_bytes = max(process.rss_bytes, self.rss_peak_bytes or 0)
+            if self.steps:
+                self.rss_bytes.append((time, process.rss_bytes))
+
+    def sample_gpu(self, gpu: GpuSample, time: float) -> None:
+        """Take a sample of its GPU."""
+        self.gpu = gpu
+        if self.steps and gpu.memory_used_bytes is not None:
+            self.gpu_bytes.append((time, gpu.memory_used_bytes))
 
     @property
     def step(self) -> int:

@@ -10,12 +10,13 @@ from typing import Any
 from gputrain_tui.state.checksums import DesyncState
 from gputrain_tui.state.elapsed import Pace, elapsed_s, time_by_boot
 from gputrain_tui.state.figures import RunFigures, run_figures
-from gputrain_tui.state.finding_text import loss_is_nan
+from gputrain_tui.state.finding_text import loss_is_nan, named_ranks
 from gputrain_tui.state.rank_state import RankView, rank_outcome
 from gputrain_tui.state.record_gaps import RECORD_ADVICE
 from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness
+from gputrain_tui.state.world import divided, is_of_former, still_standing
 from trainer.contract import record
-from trainer.contract.outcome import RECORD_END_MISSING, root_cause
+from trainer.contract.outcome import RECORD_END_MISSING, RESTARTED, root_cause
 from trainer.contract.record.downsampled import DownsampledBlock
 from trainer.contract.record.unrecorded import RECORD_INCOMPLETE
 
@@ -48,6 +49,8 @@ class RunState:
         self.step_time = 0.0
         """Newest time of a step event, Unix seconds."""
         self.ranks: dict[int, RankView] = {rank: RankView(rank, history) for rank in range(world_size)}
+        self.former: dict[int, RankView] = {}
+        """Ranks that only attempts before the last one had."""
         self.joining: record.Joining | None = None
         """Newest report of the ranks that have joined; None once training began."""
         self.validations: deque[record.Validation] = deque(maxlen=KEPT)
@@ -78,6 +81,7 @@ class RunState:
         self._figures_version = self._late_version = -1
         self._handlers: dict[type[record.Event], Callable[[Any], None]] = {
             record.RunStarted: self._run_started,
+            record.World: self._world,
             record.RankState: self._rank_state,
             record.Joining: partial(setattr, self, "joining"),
             record.TrainingPlan: self._training_plan,
@@ -88,12 +92,13 @@ class RunState:
             record.Validation: self.validations.append,
             record.Checkpoint: self.checkpoints.append,
             record.Checksum: lambda event: self.desync.add(event, self.world_size),
+            record.CollectiveGroup: lambda event: self.rank(event.rank).groups.add(event),
             record.Sample: partial(setattr, self, "sample"),
             record.NodeSample: self._node_sample,
             record.Finding: self._finding,
             record.Failure: self._failure,
             record.RankStacks: self._rank_stacks,
-            record.Lost: self._lost,
+            record.Lost: lambda e: self.add_gap(e.time, f"{e.events} events were not recorded: {e.message}"),
             record.RunEnded: self._run_ended,
             record.Queued: partial(setattr, self, "queued"),
         }
@@ -157,7 +162,7 @@ class RunState:
         """Optimizer steps after which the training ends by its own limits, where that is known."""
         limits = [self.max_updates] if self.max_updates else []
         if self.max_epochs and self.plan is not None and self.plan.updates_per_epoch:
-            limits.append(self.max_epochs * self.plan.updates_per_epoch)
+            limits.append(self.plan.last_update or self.max_epochs * self.plan.updates_per_epoch)
         return min(limits) if limits else None
 
     @property
@@ -209,22 +214,14 @@ class RunState:
     @property
     def flagged(self) -> set[int]:
         """Ranks with a raised finding, and ranks that failed by themselves."""
-        named = {rank for _, rank in self.findings if rank is not None}
+        named = named_ranks(self.findings.values())
         failed = {view.rank for view in self.ranks.values() if view.display_state == "failed"} if self.failures else ()
         return named.union(failed)
 
     def lateness(self) -> dict[int, float]:
-        """Return the lateness by rank: the mean delay after the first rank to be ready to synchronise, ms.
-
-        If others wait for a straggler in their forward pass already, they are as late as it for the synchronisation,
-        and its lateness is the one that was found.
-        """
+        """Return the lateness by rank, ms, by ``synchronisation.lateness``."""
         if self._late_version != self.version:
-            late, self._late_version = lateness(self.ranks.values()), self.version
-            for (kind, rank), finding in self.findings.items():
-                if kind == "straggler" and rank in late and "followers" in finding.evidence:
-                    late[rank] = max(late[rank], finding.evidence["forward_wait_ms"])
-            self._late = late
+            self._late, self._late_version = lateness(self.ranks.values(), self.findings.values()), self.version
         return self._late
 
     def latest(self) -> tuple[int, float] | None:
@@ -251,7 +248,7 @@ class RunState:
 
     def rank(self, rank: int) -> RankView:
         """Return the view of a rank, and create it for a rank without events."""
-        view = self.ranks.get(rank)
+        view = self.ranks.get(rank) or self.former.get(rank)
         if view is None:
             view = self.ranks[rank] = RankView(rank, self._history)
             view.over = self.ended is not None
@@ -277,6 +274,8 @@ class RunState:
             view.steps.append(event)
         if event.bucket_ms is not None:
             view.bucket_step = event
+        if event.groups:
+            view.groups.note(event)
         if view.time is None or event.time >= view.time:  # its end may come from another file, read earlier
             view.time = event.time
             view.state = "training"
@@ -312,6 +311,18 @@ class RunState:
             self.rank(rank)
         self._update_outcomes()
 
+    def _world(self, event: record.World) -> None:
+        """Let the run have other ranks: those that are gone hold no figure, and no finding is about them."""
+        self.world_size = event.world_size
+        self.ranks, self.former = divided(self.ranks, self.former, event.world_size)
+        for rank in range(event.world_size):
+            self.rank(rank)
+        self.findings = {(each.kind, each.rank): each for each in still_standing(self.findings.values(), self.former)}
+        if event.attempt:  # the attempt before is over, on all nodes
+            self.joining = None
+            self.nodes.clear()
+            self.desync.restart()
+
     def _rank_state(self, event: record.RankState) -> None:
         view = self.rank(event.rank)
         if event.state == "spawned":
@@ -323,7 +334,9 @@ class RunState:
             if (begun or view.state in ("finished", "failed")) and view.pid == event.pid:
                 return  # the node agent's file may be read later than the rank's
             if view.last is not None:
-                self._restart_rank(view)
+                view.restart()
+                self.desync.drop_rank(view.rank)
+                self._pace.reset()
         if event.state in ("spawned", "failed"):
             view.entered = event.time  # the stay before was interrupted, so it is not recorded
         elif event.state != view.state:
@@ -343,18 +356,6 @@ class RunState:
             if value is not None:
                 setattr(view, name, value)
 
-    def _restart_rank(self, view: RankView) -> None:
-        """Restart a rank from its last checkpoint: its totals stay, its windows start empty."""
-        view.totals_at_start, view.flops = view.totals, None
-        view.totals_window.clear()
-        view.totals_window.append(view.totals)
-        for series in (view.steps, view.rss_bytes, view.gpu_bytes):
-            series.clear()
-        view.bucket_step = view.doing = None
-        view.validation_turns = 0
-        self.desync.drop_rank(view.rank)
-        self._pace.reset()
-
     def _training_plan(self, event: record.TrainingPlan) -> None:
         self.plan = event
         self.max_updates, self.max_epochs = event.max_updates, event.max_epochs
@@ -363,29 +364,26 @@ class RunState:
         self.rank(event.rank or 0).flops = event
 
     def _node_sample(self, event: record.NodeSample) -> None:
+        if is_of_former(event, self.former):
+            return
         self.nodes[event.node] = event
         for process in event.ranks:
-            view = self.rank(process.rank)
-            view.process = process
-            if process.rss_bytes is not None:
-                view.rss_peak_bytes = max(process.rss_bytes, view.rss_peak_bytes or 0)
-            if self._history and view.steps and process.rss_bytes is not None:
-                view.rss_bytes.append((event.time, process.rss_bytes))
+            self.rank(process.rank).sample_process(process, event.time)
         for gpu in event.gpus:
             if gpu.rank is not None:
-                view = self.rank(gpu.rank)
-                view.gpu = gpu
-                if self._history and view.steps and gpu.memory_used_bytes is not None:
-                    view.gpu_bytes.append((event.time, gpu.memory_used_bytes))
+                self.rank(gpu.rank).sample_gpu(gpu, event.time)
 
     def _finding(self, event: record.Finding) -> None:
         self.past_findings.append(event)
         if event.kind == RECORD_INCOMPLETE and event.rank is not None:
             self.rank(event.rank).count_unrecorded(event)
+        if event.kind == RESTARTED:  # the failure before is no longer that of the run
+            self._attempt_began = event.time
+            self._attribute()
         if event.kind == "host_silent":
             self.silence_changed_at = event.time
         if event.kind == "not_measured" and event.cause == "no_steps":
-            self.unmeasured = event.message
+            self.unmeasured = event.message if event.state == "raised" else ""
         if event.state == "raised":
             self.findings[event.kind, event.rank] = event
         else:
@@ -423,9 +421,6 @@ class RunState:
         before = self.stacks.get(event.rank)
         if before is None or event.request >= before.request:  # native frames may come after the answer to a newer one
             self.stacks[event.rank] = event
-
-    def _lost(self, event: record.Lost) -> None:
-        self.add_gap(event.time, f"{event.events} events were not recorded: {event.message}")
 
     def add_gap(self, time: float, message: str) -> None:
         """Add the finding that events are missing in the record, unless the gaps that stand say the same."""

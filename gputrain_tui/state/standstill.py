@@ -25,6 +25,8 @@ class RecordWatch:
         self._samples: dict[int, object] = {}
 
     def note(self, state: RunState, now: float) -> None:
+        for node in [node for node in self._recorded_at if node not in state.nodes]:  # it is gone
+            del self._recorded_at[node]
         for node, sample in state.nodes.items():
             if sample is self._samples.get(node):
                 continue

@@ -5,9 +5,11 @@ Each wait is measured by one clock, so that clocks need not agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
+from gputrain_tui.state.process_groups import connected
 from gputrain_tui.state.rank_state import RankView
+from trainer.contract.record import Finding
 
 
 def late_ms(waits: Sequence[float]) -> list[float]:
@@ -20,10 +22,34 @@ def late_ms(waits: Sequence[float]) -> list[float]:
     return [longest - wait for wait in waits]
 
 
-def lateness(views: Iterable[RankView]) -> dict[int, float]:
-    """Return the lateness by rank, ms, from the ranks' mean waits; empty where fewer than two are known."""
+def lateness(views: Collection[RankView], findings: Iterable[Finding] = ()) -> dict[int, float]:
+    """Return the lateness by rank: the mean delay after the first rank to be ready to synchronise, ms.
+
+    It is of ranks that wait for each other, directly or through others: their steps end together, so that a rank's
+    waits of all kinds are what is left of a step beside its own work. Empty where fewer than two waits are known.
+
+    If others wait for a straggler in their forward pass already, they are as late as it for the synchronisation,
+    and its lateness is the one that was found.
+    """
     waits = {view.rank: wait for view in views if (wait := view.sums.mean_exposed_ms) is not None}
-    return dict(zip(waits, late_ms(list(waits.values())), strict=True)) if len(waits) > 1 else {}
+    if len(waits) < 2:
+        return {}
+    late: dict[int, float] = {}
+    for ranks in synchronised(views):
+        known = [rank for rank in ranks if rank in waits]
+        late |= zip(known, late_ms([waits[rank] for rank in known]), strict=True)
+    for finding in findings:
+        if finding.kind == "straggler" and finding.rank in late and "followers" in finding.evidence:
+            late[finding.rank] = max(late[finding.rank], finding.evidence["forward_wait_ms"])
+    return {rank: late[rank] for rank in waits}
+
+
+def synchronised(views: Collection[RankView]) -> list[frozenset[int]]:
+    """Return the sets of ranks that wait for each other; all ranks where their groups are not known, or DDP is used."""
+    if any(view.bucket_step is not None or not view.groups.by_name for view in views):
+        return [frozenset(view.rank for view in views)]
+    groups = (group for view in views for group in view.groups.by_name.values())
+    return connected(groups, (view.rank for view in views))
 
 
 def wire_ms(views: Iterable[RankView], world_size: int) -> list[float]:
@@ -42,8 +68,12 @@ def bus_bytes_per_s(views: Iterable[RankView], world_size: int) -> float | None:
     """Return a lower bound of the slowest link's bandwidth while gradients are reduced: ``S / t * 2 (n - 1) / n``.
 
     S is the size of the gradients. t is the shorter of two upper bounds: the last rank's time from its first bucket to
-    the last, and the sum of all buckets' bare transfers.
+    the last, and the sum of all buckets' bare transfers. None where a rank is in a smaller group, too: it is not
+    known which one reduces the gradients.
     """
+    views = list(views)
+    if any(len(group.ranks) not in (1, world_size) for view in views for group in view.groups.by_name.values()):
+        return None
     known = [view for view in views if view.bucket_step is not None]
     steps = [view.bucket_step for view in known if view.bucket_step is not None]
     wire = wire_ms(known, world_size)

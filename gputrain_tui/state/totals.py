@@ -23,13 +23,12 @@ class Totals(NamedTuple):
 
     steps: int = 0
     samples: int = 0
+    """Of the steps whose samples are known, as ``tokens``."""
     tokens: int = 0
     step_ms: float = 0.0
     """Over steps whose duration was measured."""
     timed_steps: int = 0
     """Steps that ``step_ms`` sums over."""
-    timed_samples: int = 0
-    """Samples of those steps."""
     whole_ms: float = 0.0
     """Sum of all phases of the steps of which every phase was measured: denominator of all shares."""
     whole_steps: int = 0
@@ -50,6 +49,10 @@ class Totals(NamedTuple):
     """Those steps."""
     loss: float = 0.0
     loss_steps: int = 0
+    sample_ms: float = 0.0
+    """Durations of the steps whose samples are known."""
+    timed_samples: int = 0
+    """Samples of those steps."""
     token_ms: float = 0.0
     """Durations of the steps whose tokens are known."""
     timed_tokens: int = 0
@@ -61,11 +64,12 @@ class Totals(NamedTuple):
         Unpacking all fields at once takes half as long as ``_replace``, which counts at 100,000 events a second.
         """
         (
-            steps, samples, tokens, step_ms, timed_steps, timed_samples, whole_ms, whole_steps, data_ms, forward_ms,
-            backward_ms, sync_ms, optimizer_ms, other_ms, exposed_ms, synced_steps, loss, loss_steps, token_ms,
-            timed_tokens,
+            steps, samples, tokens, step_ms, timed_steps, whole_ms, whole_steps, data_ms, forward_ms, backward_ms,
+            sync_ms, optimizer_ms, other_ms, exposed_ms, synced_steps, loss, loss_steps, sample_ms, timed_samples,
+            token_ms, timed_tokens,
         ) = self  # fmt: skip
-        n, duration_ms, mean_wait_ms, event_tokens = event.steps, event.step_ms, event.sync_exposed_ms, event.tokens
+        n, duration_ms, mean_wait_ms = event.steps, event.step_ms, event.sync_exposed_ms
+        event_samples, event_tokens = event.samples, event.tokens
         waited_ms = 0.0
         if mean_wait_ms is not None:
             waits = event.sync_exposed_ms_each
@@ -80,7 +84,9 @@ class Totals(NamedTuple):
             covered_ms = duration_ms * n
             step_ms += covered_ms
             timed_steps += n
-            timed_samples += event.samples
+            if event_samples is not None:
+                sample_ms += covered_ms
+                timed_samples += event_samples
             if event_tokens is not None:
                 token_ms += covered_ms
                 timed_tokens += event_tokens
@@ -106,9 +112,9 @@ class Totals(NamedTuple):
             loss += event.loss * n
             loss_steps += n
         return Totals._make((
-            steps + n, samples + event.samples, tokens + (event_tokens or 0), step_ms, timed_steps, timed_samples,
-            whole_ms, whole_steps, data_ms, forward_ms, backward_ms, sync_ms, optimizer_ms, other_ms, exposed_ms,
-            synced_steps, loss, loss_steps, token_ms, timed_tokens,
+            steps + n, samples + (event_samples or 0), tokens + (event_tokens or 0), step_ms, timed_steps, whole_ms,
+            whole_steps, data_ms, forward_ms, backward_ms, sync_ms, optimizer_ms, other_ms, exposed_ms, synced_steps,
+            loss, loss_steps, sample_ms, timed_samples, token_ms, timed_tokens,
         ))  # fmt: skip
 
     def since(self, earlier: Totals) -> Totals:
@@ -123,7 +129,12 @@ class Totals(NamedTuple):
 
     @property
     def samples_per_s(self) -> float | None:
-        return 1000 * self.timed_samples / self.step_ms if self.step_ms > 0 else None
+        """Samples per second of stepping; None where no step has any: earlier versions recorded 0 for unknown ones."""
+        return 1000 * self.timed_samples / self.sample_ms if self.timed_samples and self.sample_ms > 0 else None
+
+    @property
+    def steps_per_s(self) -> float | None:
+        return 1000 * self.timed_steps / self.step_ms if self.step_ms > 0 else None
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -139,7 +150,7 @@ class Totals(NamedTuple):
         return self.exposed_ms / self.synced_steps if self.synced_steps else None
 
     def mean_phase_ms(self, phase: Phase) -> float | None:
-        return self.phase_ms(phase) / self.whole_steps if self.whole_steps else None
+        return self.phase_ms(phase) / self.whole_steps if self.whole_steps and self._is_measured(phase) else None
 
     def phase_ms(self, phase: Phase) -> float:
         """Return the sum of a phase over the steps that were measured whole, ms."""
@@ -148,9 +159,11 @@ class Totals(NamedTuple):
 
     def share(self, phase: Phase) -> float | None:
         """Return a phase's share of step time, 0 to 1; the shares of all phases add up to 1."""
-        if phase == "sync" and not self.synced_steps:
-            return None
-        return self.phase_ms(phase) / self.whole_ms if self.whole_ms > 0 else None
+        return self.phase_ms(phase) / self.whole_ms if self.whole_ms > 0 and self._is_measured(phase) else None
+
+    def _is_measured(self, phase: Phase) -> bool:
+        """Whether a phase was measured: without a DataLoader the wait for data is within others, and takes no time."""
+        return bool(self.synced_steps) if phase == "sync" else phase == "other" or self.phase_ms(phase) > 0.0
 
     @property
     def compute_share(self) -> float | None:

@@ -1,4 +1,4 @@
-"""A spare host takes the place of one that is lost for good, on hosts of a network of namespaces."""
+"""A host is lost for good, on hosts of a network of namespaces: a spare takes its place, or the others go on alone."""
 
 from __future__ import annotations
 
@@ -21,10 +21,20 @@ __all__ = ["cluster", "running_lab"]  # fixtures
 EPOCH = {"samples": 24_000, "batch": 4}
 
 
-def lose(cluster: SshCluster, host: NamespaceHost, *lines: str, **train: Any) -> tuple[int, str]:
-    """Train an epoch on h1 (two ranks) and h2, with h3 to spare, and cut a host off for good after a checkpoint."""
-    cluster.names, cluster.ranks = ["h1", "h2"], [2, 1]
-    settings = ('spare = ["h3"]', "host_timeout = 8", "restart_wait = 1", "max_restarts = 1", *lines)
+SPARE = 'spare = ["h3"]'
+
+
+def lose(
+    cluster: SshCluster,
+    host: NamespaceHost,
+    *lines: str,
+    names: Sequence[str] = ("h1", "h2"),
+    ranks: Sequence[int] = (2, 1),
+    **train: Any,
+) -> tuple[int, str]:
+    """Train an epoch on hosts with some ranks each, and cut one off for good after a checkpoint."""
+    cluster.names, cluster.ranks = names, ranks
+    settings = ("host_timeout = 8", "restart_wait = 1", "max_restarts = 1", *lines)
     cluster.write(*settings, **{"max_updates": 0, "max_epochs": 1, "save_every_updates": 50} | train)
     command = cluster.start("run", "recipe.toml", "--set", f"task.samples={EPOCH['samples']}")
     cluster.train(command)
@@ -40,9 +50,12 @@ def lose(cluster: SshCluster, host: NamespaceHost, *lines: str, **train: Any) ->
     return command.returncode, output
 
 
-def check_epoch(cluster: SshCluster, hosts: Sequence[str]) -> None:
-    """Since its last start each rank is on its host; all samples after the checkpoint are trained once, equally."""
-    checksums, samples = set(), 0
+def check_epoch(cluster: SshCluster, hosts: Sequence[str], *, before: int = 0) -> None:
+    """Since its last start each rank is on its host; all samples after the checkpoint are trained once, equally.
+
+    ``before``: the number of ranks until then, if there were more.
+    """
+    checksums, samples, before = set(), 0, before or len(hosts)
     for rank, host in enumerate(hosts):
         found = events(cluster.record, rank)
         begin = max(index for index, event in enumerate(found) if event.get("state") == "joining")
@@ -51,19 +64,24 @@ def check_epoch(cluster: SshCluster, hosts: Sequence[str]) -> None:
             f"rank {rank} on {host} takes {INTERFACES[host]}\n" in (cluster.record / "logs" / f"{rank}.log").read_text()
         )
         steps = [event for event in found[begin:] if event["type"] == "step"]
-        assert steps[-1]["step"] == EPOCH["samples"] / EPOCH["batch"] / len(hosts)
         resumed = steps[0]["step"] - steps[0].get("steps", 1)
+        left = EPOCH["samples"] - resumed * EPOCH["batch"] * before
+        assert steps[-1]["step"] == resumed + left / EPOCH["batch"] / len(hosts)
+        reached = max(event["step"] for event in found[:begin] if event["type"] == "step")
+        assert reached - resumed <= 100, "it is resumed from the newest checkpoint"
         assert resumed >= 50
         assert resumed % 50 == 0
         assert sum(event.get("steps", 1) for event in steps) == steps[-1]["step"] - resumed
-        samples += sum(event["samples"] for event in steps) + resumed * EPOCH["batch"]
+        samples += sum(event["samples"] for event in steps)
         checksums.add(str([event["parameters"] for event in found if event["type"] == "checksum"][-1]))
-    assert samples == EPOCH["samples"]
+    planned = [event for event in events(cluster.record, 0) if event["type"] == "training_plan"][-1]
+    assert planned["last_update"] == steps[-1]["step"], "what is left is known from the first step on"
+    assert samples + resumed * EPOCH["batch"] * before == EPOCH["samples"]
     assert len(checksums) == 1
 
 
 def test_a_spare_host_takes_the_place_of_one_that_is_lost_for_good(cluster: SshCluster) -> None:
-    code, output = lose(cluster, cluster.h2)
+    code, output = lose(cluster, cluster.h2, SPARE)
     assert code == 0, output
     assert "attempt 1 ended: h2 lost; h2 is replaced by h3; attempt 2 begins" in output
     check_epoch(cluster, ["h1", "h1", "h3"])
@@ -71,10 +89,42 @@ def test_a_spare_host_takes_the_place_of_one_that_is_lost_for_good(cluster: SshC
     assert [node["host"] for node in json.loads((cluster.record / "plan.json").read_text())["nodes"]] == ["h1", "h3"]
 
 
+def test_the_hosts_that_are_left_go_on_alone_where_the_recipe_allows_fewer_ranks(cluster: SshCluster) -> None:
+    code, output = lose(cluster, cluster.h3, "min_ranks = 2", names=("h1", "h2", "h3"), ranks=(1, 1, 1))
+    assert code == 0, output
+    change = "the run goes on without h3, with 2 of 3 ranks: 8 instead of 12 samples per step, the same learning rate"
+    assert f"attempt 1 ended: h3 lost; {change}; attempt 2 begins" in output
+    check_epoch(cluster, ["h1", "h2"], before=3)
+    assert re.search(r"finished in .* 2 of 3 ranks at the end", output)
+    assert cluster.findings("host_silent") == ["raised", "cleared"]
+    assert [event["world_size"] for event in events(cluster.record, "run") if event["type"] == "world"] == [2]
+    code, listed = cluster.run("runs", "--json")
+    (found,) = json.loads(listed)
+    assert (code, found["state"], found["world_size"]) == (0, "finished", 2)
+    code, output = cluster.run("logs", "last", "--rank", "2")
+    assert (code, "rank 2 on h3 takes" in output) == (0, True), "the record of the lost host can be read"
+
+
+@pytest.mark.slow
+def test_the_ranks_are_numbered_anew_where_the_first_host_is_lost(cluster: SshCluster) -> None:
+    kept = str(cluster.lab.folder / "shared" / "kept")
+    code, output = lose(cluster, cluster.h1, "min_ranks = 2", names=("h1", "h2", "h3"), ranks=(2, 1, 1), save_dir=kept)
+    assert code == 0, output
+    assert "the run goes on without h1, with 2 of 4 ranks: 8 instead of 16 samples per step" in output
+    check_epoch(cluster, ["h2", "h3"], before=4)
+
+
+@pytest.mark.slow
+def test_too_few_ranks_end_the_run(cluster: SshCluster) -> None:
+    code, output = lose(cluster, cluster.h3, "min_ranks = 3", names=("h1", "h2", "h3"), ranks=(1, 1, 1))
+    assert code == 1, output
+    assert "2 of 3 ranks are left, but cluster.min_ranks is 3, so the run is not restarted" in output
+
+
 @pytest.mark.slow
 def test_a_run_on_a_spare_host_is_taken_over_and_stopped(cluster: SshCluster) -> None:
     cluster.names, cluster.ranks = ["h1", "h2"], [2, 1]
-    settings = ('spare = ["h3"]', "host_timeout = 8", "restart_wait = 0", "max_restarts = 1")
+    settings = (SPARE, "host_timeout = 8", "restart_wait = 0", "max_restarts = 1")
     cluster.write(*settings, **ENDLESS, save_every_updates=50)
     code, output = cluster.run("run", "recipe.toml", "--detach")
     assert code == 0, output
@@ -99,7 +149,7 @@ def test_a_run_on_a_spare_host_is_taken_over_and_stopped(cluster: SshCluster) ->
 
 @pytest.mark.slow
 def test_a_spare_host_takes_the_place_of_the_first_one_where_it_sees_the_checkpoints(cluster: SshCluster) -> None:
-    code, output = lose(cluster, cluster.h1, save_dir=str(cluster.lab.folder / "shared" / "kept"))
+    code, output = lose(cluster, cluster.h1, SPARE, save_dir=str(cluster.lab.folder / "shared" / "kept"))
     assert code == 0, output
     assert "h1 is replaced by h3; attempt 2 begins" in output
     check_epoch(cluster, ["h3", "h3", "h2"])
@@ -107,7 +157,7 @@ def test_a_spare_host_takes_the_place_of_the_first_one_where_it_sees_the_checkpo
 
 @pytest.mark.slow
 def test_a_spare_host_is_not_used_where_the_checkpoints_are_lost_with_the_first_host(cluster: SshCluster) -> None:
-    code, output = lose(cluster, cluster.h1)
+    code, output = lose(cluster, cluster.h1, SPARE)
     assert code == 1, output
     assert re.search(r"h1 did not answer within 1 s: .*; spare h3: the checkpoint \S+ is on h1 alone; set", output)
 
@@ -118,6 +168,6 @@ def test_a_spare_host_without_the_interpreter_is_not_used(cluster: SshCluster) -
         python = cluster.lab.disk_of(host) / "python"
         python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
         python.chmod(0o755)
-    code, output = lose(cluster, cluster.h2, f'python = "{cluster.lab.disk}/python"')
+    code, output = lose(cluster, cluster.h2, SPARE, f'python = "{cluster.lab.disk}/python"')
     assert code == 1, output
     assert re.search(r"spare h3: there is no interpreter \S+/python; .*so the run is not restarted", output)

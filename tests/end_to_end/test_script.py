@@ -149,17 +149,19 @@ def test_an_odd_script_is_measured_to_its_last_step_unless_disabled(
     [
         (
             "import torch\n(2 * torch.ones(1, requires_grad=True)).sum().backward()",
-            "gputrain: no optimizer's step was seen, so nothing of this training is measured\n",
+            "gputrain: no optimizer's step was seen, so nothing of this training is measured; seen is step() of a "
+            "torch.optim optimizer outside of torch.compile\n",
         ),
         (
             "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.destroy_process_group()",
-            "gputrain: no optimizer's step was seen, so nothing of this training is measured\n",
+            "gputrain: neither backward() nor an optimizer's step was seen, so nothing of this training is measured; "
+            "seen are backward() and step() of a torch.optim optimizer outside of torch.compile\n",
         ),
         (
             "import torch\nweight = torch.ones(1, requires_grad=True)\noptimizer = torch.optim.SGD([weight])\n"
             "weight.grad, = torch.autograd.grad(2 * weight, weight)\noptimizer.step()",
-            "gputrain: no call of backward() was seen (torch.autograd.grad is not measured), so nothing of this "
-            "training is measured\n",
+            "gputrain: no call of backward() was seen, so nothing of this training is measured; seen is "
+            "loss.backward() outside of torch.compile\n",
         ),
         (
             "import pathlib\npathlib.Path('own/torch.py').write_text('')\nimport torch",

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import synthetic
 from commands import Command, command
@@ -23,10 +24,20 @@ from waiting import LIMIT_S
 
 from gputrain_tui.history.export.steps import RecordedSteps
 from gputrain_tui.history.export.table import COLUMNS, write_csv
+from gputrain_tui.history.export.trace import FIRST_CALL_THREAD
 from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.status_file import write_status
 from trainer.contract.output_file import output_file
-from trainer.contract.record import Lost, RankState, RunDir, Step, decode_events, encode_event
+from trainer.contract.record import (
+    CollectiveCall,
+    GroupSync,
+    Lost,
+    RankState,
+    RunDir,
+    Step,
+    decode_events,
+    encode_event,
+)
 from trainer.host.process_identity import identify
 from trainer.telemetry.step_events import merge
 
@@ -276,6 +287,46 @@ def test_a_timeline_keeps_the_rules_of_its_format_and_has_ranks_phases_buckets_a
     assert (instants["input_bound"]["pid"], instants["input_bound"]["s"]) == (2, "g")
     assert instants["straggler"]["args"]["cause"] == "data"
     assert {"input_bound cleared", "valid loss 1.91", "saved step 40"} <= instants.keys()
+
+
+def test_collectives_are_in_each_format_by_group_and_overlapping_ones_are_on_several_tracks(
+    call: Command, run: Run
+) -> None:
+    tp = GroupSync(group="tp", calls=2.0, bytes=96.0, exposed_ms=3.5, total_ms=7.0, operations={"all_gather": 2.0})
+    calls = [
+        CollectiveCall("tp", "all_gather", 64, 1.0, 5.0, 2.0),
+        CollectiveCall("tp", "all_gather", 32, 2.0, 2.0, 1.5),
+        CollectiveCall("dp", "all_reduce", 8, 2.5, 1.0, 1.0),
+        CollectiveCall("tp", "barrier", 0, 6.5, 900.0, 0.0),
+    ]
+    step = single(0, 41)
+    step.groups, step.calls = [tp], calls
+    step.sync_exposed_ms, step.time = 4.5, 2e9
+    append_events(run.dir, 0, step, merge([single(0, 42), single(0, 43)]))
+
+    rows = list(csv.DictReader(io.StringIO(call(run.id, "--to", "csv", "-o", "-", "--rank", 0).stdout)))
+    assert json.loads(rows[40]["groups"]) == [msgspec.to_builtins(tp)]
+    assert rows[41]["groups"] == ""
+    assert "calls" not in rows[0]
+    line = call(run.id, "--to", "jsonl", "-o", "-", "--rank", 0).stdout.splitlines()[40]
+    assert json.loads(line)["calls"] == [list(msgspec.to_builtins(each)) for each in calls]
+
+    assert call(run.id, "--to", "chrome-trace", "-o", "t.json", "--rank", 0).returncode == 0
+    trace = json.loads(Path("t.json").read_text())
+    threads = threads_of(trace)
+    names = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
+    drawn = {tid: [each["name"] for each in slices] for (_, tid), slices in threads.items() if tid >= FIRST_CALL_THREAD}
+    assert [(names[tid], of) for tid, of in sorted(drawn.items())] == [
+        ("collectives of tp", ["all_gather", "barrier"]),
+        ("collectives of tp", ["all_gather"]),
+        ("collectives of dp", ["all_reduce"]),
+    ]
+    whole = next(each for each in threads[0, 1] if each["name"] == "step 41")
+    first, barrier = threads[0, FIRST_CALL_THREAD]
+    assert (first["ts"] - whole["ts"], first["dur"]) == (1000, 5000)
+    assert first["args"] == {"group": "tp", "bytes": 64, "exposed_ms": 2.0}
+    assert barrier["ts"] + barrier["dur"] == whole["ts"] + whole["dur"], "it ends with its step"
+    assert "wait for other ranks" in {each["name"] for each in threads[0, 1]}
 
 
 RECIPE = """\

@@ -219,7 +219,7 @@ def test_each_figure_has_one_value_in_every_view(ended: bool, tmp_path: Path, mo
         compared = CurveReader(run)
         compared.poll(inf)
         compared.close()
-        assert compared.history.samples_per_s == pytest.approx(rate)
+        assert compared.history.rates.samples_per_s == pytest.approx(rate)
         assert compared.history.sync_share == pytest.approx(share / 100)
         rates = compared.history.points(1, over_time=False, measure="samples_per_s").values
         assert compared.history.last_second == pytest.approx(0.1 * STEPS, abs=1.0)

@@ -294,21 +294,19 @@ def accumulating_within_no_sync(rank: int, steps: int) -> tuple[list[nn.Module],
 
 
 def lbfgs(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
-    """An optimizer that calls its closure several times in a step: the loss is the sum of all of them."""
+    """An optimizer that calls its closure several times in a step: the loss is that of the first call."""
     model = DDP(net())
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
     losses = []
     for (batch,) in loader(rank, steps):
-        losses.append(0.0)
 
         def compute(batch: Tensor = batch) -> Tensor:
             optimizer.zero_grad()
             loss = model(batch).square().mean()
             loss.backward()
-            losses[-1] += loss.item()
             return loss
 
-        optimizer.step(compute)  # type: ignore[arg-type]
+        losses.append(optimizer.step(compute).item())  # type: ignore[arg-type]
     return [model], losses
 
 
@@ -394,7 +392,7 @@ LOOPS: dict[Loop, set[str]] = {
     compiled_within: set(),
     compiled_around: set(),
     without_ddp: SYNC,
-    sharded: SYNC,
+    sharded: set(),
     wrapped_late: set(),
     failing_and_going_on: set(),
     uneven_inputs: set(),
@@ -488,9 +486,14 @@ def test_ranks_that_run_out_of_data_average_over_those_that_have_some_and_measur
         assert _losses(events) == pytest.approx(losses, rel=1e-5)
         assert sum(event.steps for event in events) == 2 + 2 * (STEPS + 3 * rank)
         # How many steps an event covers depends on how fast they are: there may be two events in all.
-        assert {event.sync_bytes for event in (*events[2:], events[-1])} == {PARAMETER_BYTES}, (
+        assert {_bucket_bytes(event) for event in (*events[2:], events[-1])} == {PARAMETER_BYTES}, (
             "and none of the others' steps"
         )
+
+
+def _bucket_bytes(event: Step) -> int:
+    assert event.sync_bytes is not None
+    return event.sync_bytes - round(sum(group.bytes for group in event.groups or ()))
 
 
 class Slow(Dataset[Tensor]):

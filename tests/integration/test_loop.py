@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,8 +90,11 @@ def test_a_rank_in_whose_batch_nothing_counts_trains_on_and_has_no_loss_of_its_o
 
 
 def test_every_rank_reports_every_step_and_the_parameters_agree(tmp_path: Path) -> None:
-    done = train_spawned(tmp_path, "--batch-size", 5, "--max-epochs", 2, "--dropout", 0.3, ranks=2)
+    flags = ("--batch-size", 5, "--dropout", 0.3, "--lr", 0.1, "--lr-scheduler", "polynomial_decay")
+    done = train_spawned(tmp_path, *flags, "--max-epochs", 2, ranks=2)
     assert done.code == 0, done.output
+    # The schedule ends with the last of the two epochs, of five steps each.
+    assert done.events_of("step", 0)[-1]["lr"] == pytest.approx(0.01)
     for rank in (0, 1):
         assert sum(event["steps"] for event in done.events_of("step", rank)) == 10
         assert done.events_of("rank_state", rank)[-1]["state"] == "finished"
@@ -102,13 +106,24 @@ def test_every_rank_reports_every_step_and_the_parameters_agree(tmp_path: Path) 
     assert sum(event["samples"] for event in done.events_of("step")) == 2 * 50
 
 
-@pytest.mark.parametrize("stop", [4, 10], ids=["inside an epoch", "at the end of an epoch"])
+MUON: tuple[Any, ...] = ("--optimizer", "muon", "--no-decay-norms", "--weight-decay", 0.1)
+if not hasattr(torch.optim, "Muon"):
+    MUON = MUON[2:]
+
+
+@pytest.mark.parametrize(
+    ("stop", "more"),
+    [
+        (4, ("--lr-scheduler", "cosine")),
+        (10, ("--lr-scheduler", "wsd", "--decay-updates", 6, "--ema-decay", 0.9, "--ema-start", 3, *MUON)),
+    ],
+    ids=["inside an epoch", "at the end of an epoch"],
+)
 def test_a_resumed_run_is_equal_to_one_without_a_stop_bit_for_bit(
-    pool: ThreadPoolExecutor, tmp_path: Path, stop: int
+    pool: ThreadPoolExecutor, tmp_path: Path, stop: int, more: tuple[Any, ...]
 ) -> None:
     # Fast steps share an event; a validation ends it, so that none covers steps before and after the stop.
-    flags = ("--batch-size", 5, "--dropout", 0.3, "--lr-scheduler", "cosine", "--total-num-update", 15)
-    flags += ("--valid-every-updates", 2)
+    flags = ("--batch-size", 5, "--dropout", 0.3, "--total-num-update", 15, "--valid-every-updates", 2, *more)
     begun = pool.submit(train, tmp_path / "straight", *flags, "--max-epochs", 3, ranks=2)
     first = train(tmp_path / "first", *flags, "--max-epochs", 3, "--max-updates", stop, ranks=2)
     second = train(

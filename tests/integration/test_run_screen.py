@@ -156,9 +156,10 @@ def test_a_zoomed_panel_has_everything() -> None:
 
 
 @pytest.mark.parametrize("size", [(20, 6), (78, 21), (118, 37), (198, 57)])
-@pytest.mark.parametrize("below", ["loss", "log", "stack"])
-def test_panels_of_a_rank_never_overlap(size: tuple[int, int], below: str) -> None:
-    placed = arrange_rank(*size, facts=8, below=below)
+@pytest.mark.parametrize("below", ["loss", "log", "stack", "groups"])
+@pytest.mark.parametrize("beside", ["stack", "groups"])
+def test_panels_of_a_rank_never_overlap(size: tuple[int, int], below: str, beside: str) -> None:
+    placed = arrange_rank(*size, facts=8, below=below, beside=beside)
     for one, two in combinations(placed.values(), 2):
         assert not one.overlaps(two)
     assert below in placed
@@ -168,6 +169,7 @@ def test_a_rank_shows_as_many_panels_as_can_be_read() -> None:
     assert set(arrange_rank(58, 15, facts=8, below="loss")) == {"facts", "loss"}
     assert set(arrange_rank(78, 21, facts=8, below="sync")) == {"facts", "loss", "sync"}
     assert set(arrange_rank(78, 21, facts=8, below="stack")) == {"facts", "stack"}
+    assert {"log", "groups"} <= arrange_rank(198, 57, facts=8, below="loss", beside="groups").keys()
     assert set(arrange_rank(118, 21, facts=7, below="loss")) == {"facts", "loss", "sync", "step"}
     assert set(arrange_rank(78, 57, facts=8, below="stack")) == {"facts", "loss", "sync", "step", "stack"}
 

@@ -17,7 +17,7 @@ from tiny_task import TinyOptions
 from trained import TASK, TrainingResult, train, train_spawned
 
 from trainer.contract.options import Training
-from trainer.engine.stopping import Best
+from trainer.engine.end_conditions import Best
 
 ODD = TASK.replace("tiny_task.py:TinyTask", "odd_tasks.py:")
 

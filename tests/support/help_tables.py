@@ -24,7 +24,7 @@ from gputrain_tui.recipe.model import ClusterOptions, NodeOptions, ReportOptions
 from trainer.contract import errors
 from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 from trainer.contract.errors import ExitCode
-from trainer.contract.record import AnyEvent, events
+from trainer.contract.record import AnyEvent, collective_groups, events, gpu_sample
 from trainer.contract.schema import Option, describe
 
 SCHEMA = FOLDER.parent / "recipe" / "recipe.schema.json"
@@ -130,16 +130,21 @@ def prose(text: str) -> str:
 
 def event_tables() -> str:
     """Return the events, each with its fields."""
-    docs = field_docs(events)
+    docs = field_docs(events) | field_docs(collective_groups) | field_docs(gpu_sample)
+    titles: dict[type[Any], str] = {
+        events.RankSample: "`ranks` of `node_sample`",
+        gpu_sample.GpuSample: "`gpus` of it",
+        collective_groups.GroupSync: "`groups` of `step`",
+        collective_groups.CollectiveCall: "`calls` of `step`, each an array",
+    }
     parts = []
-    for event in (*get_args(AnyEvent), events.RankSample, events.GpuSample):
-        tag = event.__struct_config__.tag
-        title = f"`{tag}`" if tag else {"RankSample": "`ranks` of `node_sample`"}.get(event.__name__, "`gpus` of it")
+    for event in (*get_args(AnyEvent), *titles):
         fields = docs[event.__name__]
         plain = ", ".join(f"`{name}`" for name, text in fields.items() if not text)
         rows = [(f"`{name}`", text) for name, text in fields.items() if text]
         assert event.__doc__ is not None
         text = prose(event.__doc__) + (f" It has {plain}." if plain else "")
+        title = titles.get(event) or f"`{event.__struct_config__.tag}`"
         parts += [f"### {title}", textwrap.fill(text, 120, break_on_hyphens=False)]
         parts += [table(("field", "holds"), rows)] if rows else []
     return "\n\n".join(parts)

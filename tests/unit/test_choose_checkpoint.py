@@ -22,7 +22,7 @@ def make_run(home: Path, *, own: str, elsewhere: str, recorded: str, name: str =
     """Make a run with these checkpoints in its directory and in another folder, and in its record; return its id."""
     run = run_dirs.run_dir(home / "home" / "runs", name)
     kept = home / "kept"
-    kept.mkdir()
+    kept.mkdir(exist_ok=True)
     for folder, names in ((run.dir.checkpoints, own), (kept, elsewhere)):
         for file in names.split():
             (folder / file).touch()
@@ -79,6 +79,15 @@ def test_a_missing_checkpoint_of_a_run_is_one_line(home: Path, own: str, which: 
     with pytest.raises(RequestError) as refused:
         choose_checkpoint(run, which)
     assert str(refused.value).startswith(message.format(run=run))
+
+
+def test_a_run_that_was_stopped_before_its_first_step_names_the_run_that_it_was_to_continue(home: Path) -> None:
+    parent = make_run(home, own="step_2.pt", elsewhere="", recorded="")
+    run = make_run(home, own="", elsewhere="", recorded="")
+    runs = home / "home" / "runs"
+    (runs / run / "recipe.toml").write_text(f'[train]\nresume = "{runs / parent / "checkpoints"}"\n')
+    with pytest.raises(RequestError, match=f"{run} has no checkpoint in .*: it was to continue {parent}, so resume"):
+        choose_checkpoint(run, None)
 
 
 def test_a_run_of_a_script_has_no_checkpoint_of_gputrain(home: Path) -> None:

@@ -89,7 +89,7 @@ def test_throughput_is_of_all_ranks_also_where_steps_become_slower_and_ranks_rea
             )  # fmt: skip
     rates = found.points(10, over_time=False, measure="samples_per_s").values
     assert rates == pytest.approx([320.0] * 5 + [160.0] * 5)
-    assert found.samples_per_s == pytest.approx(3200 / 15)
+    assert found.rates.samples_per_s == pytest.approx(3200 / 15)
     assert found.sync_share == pytest.approx(0.25)
     waited = found.points(10, over_time=False, measure="sync_exposed_ms").values
     assert [*waited[:4], *waited[5:]] == pytest.approx([25.0] * 4 + [50.0] * 5)

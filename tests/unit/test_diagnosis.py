@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from gputrain_tui.diagnosis import HISTORY, KINDS, Diagnosis
+from gputrain_tui.diagnosis import HISTORY, Diagnosis
 from gputrain_tui.diagnosis.statistics import excess, jitter, midmean, quantile, spread
 from gputrain_tui.state import RunState
 from gputrain_tui.state.finding_text import run_mark
@@ -1134,7 +1134,8 @@ def test_a_run_that_stands_still_names_the_lines_of_its_ranks(lines: list[str], 
         found = run.diagnose()
         if found:
             break
-    assert re.fullmatch(r"no rank has done a step for more than \d+" + text, found[0].message)
+    said = r"no step was seen, and every rank has done nothing for more than \d+"
+    assert re.fullmatch(said + text, found[0].message)
 
 
 def test_a_failure_does_not_clear_a_stall() -> None:
@@ -1163,9 +1164,18 @@ def test_patience_grows_with_the_length_of_steps() -> None:
 def test_findings_of_ranks_are_passed_on_and_not_repeated() -> None:
     run = SimulatedRun(2)
     run.state.apply(Finding(time=run.now, kind="desync", severity="critical", rank=1, message="other parameters"))
-    assert "desync" not in KINDS
     assert run.steps(60) == []
     assert ("desync", 1) in run.state.findings
+    run.diagnosis = Diagnosis()
+    assert run.steps(60) == [], "another supervisor does not clear it either"
+
+
+def test_a_desync_found_by_comparing_the_record_is_cleared_by_another_supervisor() -> None:
+    run = SimulatedRun(4)
+    assert summaries(holding(run, 100, "aaba")) == [("desync", "raised", 2, "parameters")]
+    run.diagnosis = Diagnosis()
+    assert holding(run, 200, "aaba") == []
+    assert summaries(holding(run, 300, "cccc")) == [("desync", "cleared", 2, "parameters")]
 
 
 def test_a_new_diagnosis_keeps_the_raised_findings() -> None:

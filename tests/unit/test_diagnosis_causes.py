@@ -12,7 +12,8 @@ from gputrain_tui.cli import COMMANDS
 from gputrain_tui.console.actions import ACTIONS
 from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.diagnosis.gpu_throttling import throttled_by
-from trainer.contract.record import Checkpoint, Finding, GpuSample, NodeSample, RankState, Validation
+from gputrain_tui.state.finding_text import finding_summary
+from trainer.contract.record import Checkpoint, Finding, GpuSample, NodeSample, RankState, TrainingPlan, Validation
 
 SLOW_DEVICE: Slow = lambda step, rank: {"forward": 12.0, "backward": 24.0} if rank == 3 and step > 60 else {}  # noqa: E731
 """A device of half the speed."""
@@ -335,6 +336,27 @@ def test_who_waits_in_an_earlier_synchronisation_of_the_step_is_not_blamed() -> 
     run = SimulatedRun(3)
     run.steps(60)
     assert run.steps(100, earlier) == []
+
+
+@pytest.mark.parametrize("loads", [True, False], ids=["data from a DataLoader", "data from elsewhere"])
+@pytest.mark.parametrize("task", [True, False])
+def test_a_rank_that_is_late_outside_of_the_phases_is_late_in_its_scripts_own_code(loads: bool, task: bool) -> None:
+    run, found = SimulatedRun(3, device="cuda:0"), []
+    if task:
+        run.state.apply(TrainingPlan(time=0.0, world_size=3, updates_per_epoch=100, samples_per_epoch=800))
+    for _ in range(80):
+        run.step += 1
+        for event in run.one_step(late(1, first=10, data=40.0), 2.0):
+            if event.rank == 1 and run.step >= 10 and event.data_ms is not None:
+                event.data_ms -= 40.0
+            event.data_ms = event.data_ms if loads else None
+            run.state.apply(event)
+        found += run.diagnose()
+    assert summaries(found) == [("straggler", "raised", 1, "unattributed" if task else "other")]
+    if not task:
+        assert "the script's own code outside of forward, backward and optimizer" in found[0].message
+        assert ("without a DataLoader" in found[0].message) != loads
+        assert finding_summary(found[0]).endswith("ms: its own code")
 
 
 @pytest.mark.parametrize("about", sorted(ADVICE))

@@ -39,6 +39,18 @@ def test_a_script_whose_own_code_takes_most_of_a_step_is_told_so(ranks: int) -> 
     assert "K on a rank's page shows where" in found.advice
 
 
+def test_a_script_whose_data_comes_from_no_loader_is_told_that_reading_it_is_in_its_own_code() -> None:
+    state, diagnosis, found = RunState(world_size=1, history=HISTORY), Diagnosis(), []
+    for number in range(1, 121):
+        event = step(number, other_ms=91.0, compute_ms=5.0)
+        event.data_ms, event.other_ms = None, 94.0
+        state.apply(event)
+        found += diagnosis.update(state, float(number))
+    assert [finding.kind for finding in found] == ["outside_torch"]
+    assert found[0].message.endswith("of a step is the script's own code between optimizer, forward and backward")
+    assert "comes from no DataLoader" in found[0].advice
+
+
 @pytest.mark.parametrize(
     ("other_ms", "compute_ms"),
     [(5.0, 91.0), (40.0, 45.0), (1.5, 2.0), (None, 5.0)],

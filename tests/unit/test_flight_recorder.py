@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from trainer.contract.backends import is_nccl
 from trainer.distributed import flight_recorder
 from trainer.distributed.heartbeat import LOST_S, Heartbeat
 from trainer.distributed.network_probe import interface_setting
@@ -89,6 +91,11 @@ def entry(number: int, name: str, **fields: object) -> dict[str, object]:
             8,
             [("all_reduce", 8, "complete"), ("send 0->1", 4, "started"), ("all_gather", 10, "started")],
         ),
+        (  # by torch's hook for a backend that records nothing: complete would only mean issued
+            [entry(0, "c10d:allreduce"), entry(1, "c10d:allgather")],
+            "2",
+            [("all_reduce", 1, "scheduled"), ("all_gather", 2, "scheduled")],
+        ),
         ([], "-1", []),
     ],
 )
@@ -99,6 +106,32 @@ def test_the_last_collectives_have_their_state(
     last = flight_recorder.collectives_of(recorded)
     assert [(each.name, each.number, each.state) for each in last] == found
     assert all(each.group == "default_pg" for each in last)
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [("nccl", True), ("nccl2", True), ("nccl-lazy", True), ("nccl-legacy", True), ("gloo", False), ("ucc", False)],
+)
+def test_every_backend_over_nccl_is_nccl(backend: str, expected: bool) -> None:
+    assert is_nccl(backend) == expected
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._distributed_c10d, "FlightRecorderHook"), reason="this torch has no hook that records"
+)
+@pytest.mark.parametrize(("backend", "attached"), [("fake", True), ("gloo", False)])
+def test_a_group_whose_backend_records_nothing_gets_torchs_recorder(backend: str, attached: bool) -> None:
+    if backend == "fake":
+        pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        before = len(flight_recorder.last_collectives())  # of earlier groups of this process
+        assert flight_recorder.attach(dist.group.WORLD) == attached
+        dist.all_reduce(torch.ones(3, 5))
+        last = flight_recorder.last_collectives()
+    finally:
+        dist.destroy_process_group()
+    assert [(each.name, each.sizes) for each in last[before:]] == [("all_reduce", [[3, 5]])]
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,9 @@ def test_a_script_without_measured_steps_is_not_said_to_have_done_none(seen: boo
     if seen:
         finding = Finding(time=2.0, kind="not_measured", severity="info", rank=0, cause="no_steps", message=message)
         state.apply(finding)
+        for rank in (0, 1):
+            state.apply(RankState(time=2.5, rank=rank, state="training"))
+        assert plain_line(state, now=3.0).startswith("2 ranks started, no optimizer's step was seen")
     state.apply(RunEnded(time=4.0, status="finished", exit_code=0))
     assert paint(status_line(state), colour=False).endswith(f"; {message if seen else 'no step was measured'}")
 

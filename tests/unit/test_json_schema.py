@@ -35,7 +35,7 @@ LM = {"train": {"task": "lm", "max_epochs": 1}, "task": {"data": "stdlib"}}
 RULES: list[tuple[str, dict[str, Any], str]] = [
     (
         "train",
-        {"lr_scheduler": "cosine", "max_epochs": 1},
+        {"lr_scheduler": "cosine", "max_epochs": 0, "stop_time": 1.0},
         r"train\.lr_scheduler is \w+, which needs train\.total_num_update",
     ),
     ("train", {"lr_scheduler": "step"}, r"train\.lr_scheduler is step, which needs train\.lr_step_updates"),
@@ -43,6 +43,18 @@ RULES: list[tuple[str, dict[str, Any], str]] = [
         "train",
         {"lr_scheduler": "cosine", "max_updates": 5, "warmup_updates": 5},
         r"train\.warmup_updates is .*the warm-up must be shorter",
+    ),
+    ("train", {"ema_start": 5}, r"train\.ema_start needs train\.ema_decay"),
+    (
+        "train",
+        {"lr_scheduler": "wsd", "max_updates": 5},
+        r"train\.lr_scheduler is wsd, which needs train\.decay",
+    ),
+    ("train", {"decay_updates": 5}, r"train\.decay_updates is of train\.lr_scheduler wsd, and that is \w+"),
+    (
+        "train",
+        {"lr_scheduler": "wsd", "max_updates": 9, "warmup_updates": 5, "decay_updates": 5},
+        r"train\.decay_updates is \d+, but train\.lr_scheduler wsd ends at",
     ),
     ("train", {"lr": [0.1, 0.2], "lr_scheduler": "inverse_sqrt"}, r"train\.lr has \d+ values, one per epoch, but"),
     ("train", {"optimizer": "sgd", "nesterov": True}, r"train\.nesterov needs a train\.momentum"),
@@ -55,6 +67,8 @@ RULES: list[tuple[str, dict[str, Any], str]] = [
     ("cluster", {"spare": "h", "max_restarts": 0}, r"cluster\.spare is used at a restart, but cluster\.max_restarts"),
     ("cluster", {"spare": ["h", "h"], "max_restarts": 1}, r"cluster\.spare has '.*', which is (named twice|a node)"),
     ("cluster", {"spare": "h", "launcher": "local"}, r"cluster\.spare needs cluster\.launcher = \"ssh\", but it is"),
+    ("cluster", {"min_ranks": 1, "max_restarts": 0}, r"cluster\.min_ranks is used at a restart, but cluster\.max_"),
+    ("cluster", {"min_ranks": 1, "launcher": "local"}, r"cluster\.min_ranks needs cluster\.launcher = \"ssh\", but"),
     ("train", {"required_batch_size_multiple": 2}, r"train\.required_batch_size_multiple cuts the batches"),
     ("train", {"batch_size": [1, 2], "max_tokens": 9}, r"train\.batch_size has \d+ values, but train\.max_tokens"),
     ("train", {"task": "mnist", "max_tokens": 9}, r"train\.max_tokens needs the tokens of each sample"),

@@ -10,8 +10,9 @@ import pytest
 from gputrain_tui.recipe.accelerate_launch import AccelerateLaunch
 from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.command_launchers import LaunchCommand
-from gputrain_tui.recipe.launch_command import read_launch_command, split_command
+from gputrain_tui.recipe.launch_command import read_launch_command
 from gputrain_tui.recipe.new_recipe import from_command
+from gputrain_tui.recipe.shell_text import read_pasted_command
 from trainer.contract.errors import RequestError
 
 FILES = {
@@ -42,7 +43,7 @@ def ask_accelerate(python: str | None, words: Sequence[str]) -> AccelerateLaunch
 
 
 def read(text: str) -> LaunchCommand:
-    command = read_launch_command(split_command(text), read_file=read_file, ask_accelerate=ask_accelerate)
+    command = read_launch_command(read_pasted_command(text).argv, read_file=read_file, ask_accelerate=ask_accelerate)
     recipe = from_command(command, typed=text.replace("\n", " "))
     assert build(recipe.text(file="r.toml"), name="r.toml").script is not None, "the recipe loads"
     return command
@@ -165,11 +166,11 @@ def test_flags_without_a_counterpart_are_reported(text: str, note: str) -> None:
         ("# torchrun train.py", "no command is given"),
         ("torchrun a.py\ntorchrun b.py", "2 commands are given; paste one"),
         ("torchrun 'train.py", "the command cannot be read: no closing quotation"),
-        ("A=1", "no command is given; start it with torchrun"),
+        ("A=1", "no command is given; paste one"),
         ("torchrum train.py", "'torchrum' is not a known launcher: .*; did you mean 'torchrun'?"),
         ("torchrun --nproc-per-node 4", "the torchrun command names no script"),
         ("torchrun --nproc-per-node four train.py", "--nproc-per-node is 'four', but must be a number, gpu, cpu or"),
-        ("torchrun --nnodes $N train.py", "--nnodes is '\\$N', but must be a whole number, at least 1"),
+        ("torchrun --nnodes $N train.py", "the command has '\\$N', whose value only your shell knows"),
         ("torchrun --no-python ./train.sh", "starts another program than a Python script"),
         ("accelerate config", "accelerate config does not start training; use accelerate launch"),
         ("accelerate launch --num_machines 2 --num_processes 3 train.py", "must be a multiple of the 2 machines"),
@@ -196,7 +197,7 @@ def test_a_command_that_makes_no_recipe_is_refused_in_one_line(text: str, messag
 def test_what_only_accelerate_can_translate_it_is_asked(text: str) -> None:
     ASKED.clear()
     command = read(text)
-    assert [split_command(text)[2:]] == ASKED
+    assert [read_pasted_command(text).argv[2:]] == ASKED
     assert command.env == {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     assert command.nodes == [{"gpus": [2, 5]}]
     assert (command.script, command.args) == ("train.py", ["--lr", "1"])

@@ -203,16 +203,18 @@ def test_the_memory_group_of_a_process_has_the_least_limit_around_it_and_its_own
     assert group.limit_bytes() is None
 
 
-def test_the_size_of_a_ranks_log_is_sampled(tmp_path: Path) -> None:
+def test_the_sizes_of_the_logs_of_a_rank_and_its_node_are_sampled(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.rank_log(0).parent.mkdir()
     run_dir.rank_log(0).write_bytes(b"hello\n")
+    run_dir.node_log(0).write_bytes(b"trainer:\n")
     writer = EventWriter(run_dir.node_events(0))
     sampler = NodeSampler(0, "here", {0: os.getpid()}, writer=writer, run_dir=run_dir)
     sample = sampler.poll(1.0)
     writer.close()
     assert sample is not None
     assert [rank.log_bytes for rank in sample.ranks] == [6]
+    assert sample.log_bytes == 9
 
 
 def test_without_a_record_nothing_is_read(tmp_path: Path) -> None:

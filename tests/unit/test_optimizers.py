@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
-from trainer.engine.optimizers import Schedule, build_optimizer, restore
+from trainer.engine.optimizers import Schedule, build_optimizer, epochs_end, restore
 
 
 def parameters() -> list[nn.Parameter]:
@@ -31,6 +31,10 @@ HETSEQ_BERT = {
     "total_num_update": 1_000_000,
 }
 FAIRSEQ_LM = {"lr": (5e-4,), "lr_scheduler": "inverse_sqrt", "warmup_updates": 4000, "warmup_init_lr": 1e-7}
+WSD = {
+    "lr": (0.1,), "lr_scheduler": "wsd", "warmup_updates": 10, "max_updates": 100, "decay_updates": 20,
+    "end_learning_rate": 0.01,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -52,9 +56,16 @@ FAIRSEQ_LM = {"lr": (5e-4,), "lr_scheduler": "inverse_sqrt", "warmup_updates": 4
         (FAIRSEQ_LM, 2_000, 2.5005e-4),
         (FAIRSEQ_LM, 4_000, 5e-4),
         (FAIRSEQ_LM, 16_000, 2.5e-4),
+        (WSD, 5, 0.05),
+        (WSD, 10, 0.1),
+        (WSD, 80, 0.1),
+        (WSD, 90, 0.055),
+        (WSD, 100, 0.01),
+        (WSD, 120, 0.01),
+        ({**WSD, "power": 2.0}, 90, 0.0325),
     ],
 )
-def test_learning_rates_are_those_of_the_seeds(options: dict[str, Any], update: int, expected: float) -> None:
+def test_learning_rates_are_those_of_the_formulas(options: dict[str, Any], update: int, expected: float) -> None:
     assert schedule(**options).lr_at(update) == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
@@ -236,3 +247,24 @@ def test_the_state_of_another_optimizer_is_refused(saved: Any, other: Any) -> No
     state = build_optimizer(Training(optimizer=saved), parameters()).state_dict()
     with pytest.raises(RequestError, match="its optimizer is not"):
         restore(build_optimizer(Training(optimizer=other), parameters()), state)
+
+
+@pytest.mark.parametrize(
+    ("options", "updates", "text"),
+    [
+        ({"lr_scheduler": "cosine"}, 0, "--lr-scheduler cosine over --max-epochs needs the number of samples"),
+        (
+            {"lr_scheduler": "cosine", "warmup_updates": 8}, 8,
+            "--warmup-updates is 8, but --lr-scheduler cosine ends at step 8, with 2 epochs; the warm-up",
+        ),
+        (
+            {"lr_scheduler": "wsd", "warmup_updates": 8, "decay_updates": 3}, 10,
+            "--decay-updates is 3, but --lr-scheduler wsd ends at step 10, with 2 epochs, and its warm-up takes 8",
+        ),
+    ],
+)  # fmt: skip
+def test_a_schedule_over_epochs_needs_steps_to_fall_in(options: dict[str, Any], updates: int, text: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        epochs_end(Training(max_epochs=2, **options), updates)
+    assert str(refused.value).startswith(text)
+    assert epochs_end(Training(max_epochs=2, **options), 11) == 11

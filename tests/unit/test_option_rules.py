@@ -30,15 +30,15 @@ CONTRADICTIONS: dict[str, Values] = {
     "--checkpoint-run needs --resume or --eval-only, the folder": {"checkpoint_run": "20261124-a"},
     "--nesterov needs a --momentum above 0": {"optimizer": "sgd", "nesterov": True},
     "--lr-scheduler is step, which needs --lr-step-updates, the optimizer steps between two": {"lr_scheduler": "step"},
-    "--lr-scheduler is polynomial_decay, which needs --total-num-update or --max-updates, the step": {
+    "--lr-scheduler is polynomial_decay, which needs --total-num-update, --max-updates or --max-epochs, the step": {
         "lr_scheduler": "polynomial_decay",
         "max_updates": 0,
-        "max_epochs": 1,
+        "stop_time": 1.0,
     },
-    "--lr-scheduler is cosine, which needs --total-num-update or --max-updates, the step at which it ends": {
+    "--lr-scheduler is cosine, which needs --total-num-update, --max-updates or --max-epochs, the step at which": {
         "lr_scheduler": "cosine",
         "max_updates": 0,
-        "max_epochs": 1,
+        "stop_time": 1.0,
     },
     "--lr has 2 values, one per epoch, but --lr-scheduler inverse_sqrt computes all from one: give one, or --lr": {
         "lr": (0.1, 0.01),
@@ -53,6 +53,15 @@ CONTRADICTIONS: dict[str, Values] = {
         "lr_scheduler": "cosine",
         "total_num_update": 5,
         "warmup_updates": 9,
+    },
+    "--ema-start needs --ema-decay, the decay of the average that begins there": {"ema_start": 5},
+    "--lr-scheduler is wsd, which needs --decay-updates, the optimizer steps of its decay": {"lr_scheduler": "wsd"},
+    "--decay-updates is of --lr-scheduler wsd, and that is fixed: leave one of them out": {"decay_updates": 3},
+    "--decay-updates is 5, but --lr-scheduler wsd ends at --max-updates 9, and its warm-up takes 6 of these": {
+        "lr_scheduler": "wsd",
+        "max_updates": 9,
+        "warmup_updates": 6,
+        "decay_updates": 5,
     },
     "--required-batch-size-multiple cuts the batches of --max-tokens: give that too": {
         "required_batch_size_multiple": 2

@@ -273,6 +273,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         ("cluster.nodes[0].gpus=[1, 3]", lambda found: found.cluster.nodes[0].gpus == (1, 3)),
         ("cluster.nodes[0].gpus=free", lambda found: found.cluster.nodes[0].gpus == "free"),
         ("cluster.backend=gloo", lambda found: found.cluster.backend == "gloo"),
+        ("cluster.env.A=0.2", lambda found: found.cluster.env["A"] == "0.2"),
     ],
 )
 def test_a_setting_overrides_any_key(setting: str, read: Any) -> None:
@@ -308,6 +309,15 @@ def test_a_setting_makes_the_tables_that_it_needs() -> None:
 )
 def test_a_wrong_setting_is_named_as_it_was_typed(setting: str, message: str) -> None:
     assert message in refusal(MNIST, setting)
+
+
+def test_a_setting_of_one_argument_of_a_script_is_text_and_a_wrong_entry_is_blamed_on_it() -> None:
+    script = '[[cluster.nodes]]\ncpu_ranks = 1\n[train]\nscript = "/t.py"\nargs = ["--lr", "0.1"]\n'
+    assert recipe_of(script, "train.args.1=0.2").script.args == ("--lr", "0.2")
+    assert recipe_of(script, "train.args[0]=--rate").script.args == ("--rate", "0.1")
+    assert "--set train.args[1] is ['--lr', ['a']], but must be a list of texts" in refusal(
+        script, "train.args.1=['a']"
+    )
 
 
 def test_overrides_leave_the_values_that_they_start_from_alone() -> None:

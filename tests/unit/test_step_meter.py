@@ -27,6 +27,9 @@ from trainer.contract.record import (
 )
 from trainer.host.cores import core_waits
 from trainer.telemetry.clocks import CudaClock, HostClock
+from trainer.telemetry.collectives.collective_meter import CollectiveMeter
+from trainer.telemetry.collectives.group_names import NamedGroup
+from trainer.telemetry.collectives.readings import Call
 from trainer.telemetry.comm_hook import factor
 from trainer.telemetry.ddp_log import SyncTimes, sync_times
 from trainer.telemetry.step_events import StepReading, merge, step_event
@@ -339,6 +342,27 @@ def test_a_stuck_step_reports_its_phase_once(tmp_path: Path) -> None:
     writer.close()
     assert [(event.step, event.part, event.parts_done) for event in found] == [(2, "forward", 2)]
     assert len(_doing(tmp_path)) == 1
+
+
+def test_a_step_stuck_in_a_collective_of_the_script_waits_for_others(tmp_path: Path) -> None:
+    clock = ManualClock(0.0)
+    meter, writer = _meter(tmp_path, clock)
+    collectives = CollectiveMeter()
+    meter.follow_collectives(collectives, lambda: False)
+    meter.start()
+    meter.lap("forward")
+    group = NamedGroup("tp", [0, 1])
+    collectives.names.named.append(group)
+    collectives.blocked = Call(0, "all_gather", 0, 1, (0.0, 0.0))
+    deadline = time.monotonic() + 10
+    while not (found := _doing(tmp_path)) and time.monotonic() < deadline:
+        clock.advance(1000)
+        time.sleep(0.005)  # and no further call: a hang
+    meter.close()
+    writer.close()
+    assert [(event.part, event.parts_done, event.collectives) for event in found] == [
+        ("sync", 2, "it waits in all_gather of tp")
+    ]
 
 
 def _doing(folder: Path) -> list[Doing]:

@@ -19,6 +19,9 @@ from trainer.contract.outcome import RankReport
 from trainer.contract.record import Failure, RankState, RankStateName, RunDir
 from trainer.contract.record.regular_file import OwnedDescriptor
 
+STOP, STARTS_RANKS = b"stop", b"starts ranks"
+"""Messages of the node agent to a rank: a stop request; processes that the rank has started have become ranks."""
+
 ReportSink = Callable[[RankReport], None]
 """Receiver of a rank's reports."""
 
@@ -30,6 +33,8 @@ class PipeSink:
         self._pipe = pipe
         self._descriptor = OwnedDescriptor(pipe.fileno())
         self._lock = threading.Lock()  # the main thread and that of ``code_position`` report
+        self._messages: set[bytes] = set()
+        """Messages of the node agent so far."""
 
     def __reduce__(self) -> tuple[type[PipeSink], tuple[Connection]]:
         """Pickle the pipe alone: in the worker process it has another descriptor."""
@@ -41,8 +46,20 @@ class PipeSink:
                 self._pipe.send_bytes(msgspec.json.encode(report))
 
     def stop_requested(self) -> bool:
-        """Whether the node agent has sent a stop request; it sends nothing else, and the request stays in the pipe."""
-        return self._descriptor.is_unchanged and self._pipe.poll()
+        """Whether the node agent has sent a stop request, or is gone."""
+        return STOP in self._received()
+
+    def starts_ranks(self) -> bool:
+        """Whether processes that this one has started are ranks, by the node agent's message."""
+        return STARTS_RANKS in self._received()
+
+    def _received(self) -> set[bytes]:
+        try:
+            while self._descriptor.is_unchanged and self._pipe.poll():
+                self._messages.add(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            self._messages.add(STOP)
+        return self._messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +93,12 @@ class RankAssignment:
     """Script and arguments of a rank that runs one, with ``-m`` before a module."""
     stop_requested: Callable[[], bool] = lambda: False
     """Whether the rank is to save and exit."""
+    starts_ranks: Callable[[], bool] = lambda: False
+    """Whether processes that the script has started are ranks in place of its own."""
+    started_ranks_socket: str = ""
+    """Socket of the node agent for processes of the script that may be ranks; empty for none."""
+    must_start_ranks: bool = False
+    """Whether the recipe says that the script starts its ranks."""
     stack_requests: Connection | None = None
     """Messages of the node agent, each of which asks for the rank's Python stacks."""
     environment: Mapping[str, str | None] = field(default_factory=dict)
@@ -137,6 +160,9 @@ class RankAssignment:
         """Report, before the teardown, that the training is complete; its exit code then does not matter."""
         self.report(RankReport(finished=True, time_ns=time.time_ns(), not_recorded=not_recorded))
 
-    def failed(self, failure: Failure, *, not_recorded: str = "") -> None:
-        """Report, before the teardown, the failure of this rank; the node agent prints it if it is the root cause."""
-        self.report(RankReport(failure=failure, time_ns=time.time_ns(), not_recorded=not_recorded))
+    def failed(self, failure: Failure, *, not_recorded: str = "", lost_pid: int | None = None) -> None:
+        """Report, before the teardown, the failure of this rank; the node agent prints it if it is the root cause.
+
+        ``lost_pid``: the process for whose end it failed.
+        """
+        self.report(RankReport(failure=failure, time_ns=time.time_ns(), not_recorded=not_recorded, lost_pid=lost_pid))

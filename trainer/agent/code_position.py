@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+from trainer.agent.assignment import STOP
 from trainer.contract.outcome import RankReport
 from trainer.contract.record import CodeFrame, Collective, ThreadStack
 from trainer.contract.record.regular_file import OwnedDescriptor
@@ -46,17 +47,22 @@ class CodePosition:
         return self._line if self._now() - self._time < 2.5 * PERIOD_S else ""
 
 
-def report_position(report: Callable[[RankReport], None], requests: Connection | None = None) -> None:
+def report_position(
+    report: Callable[[RankReport], None],
+    requests: Connection | None = None,
+    on_stop: Callable[[], None] = lambda: None,
+) -> None:
     """Report from a thread where the main thread stays, with an empty line once it has moved on, and answer requests.
 
     Args:
         report: called on the thread.
-        requests: a message in it asks for the stacks of all threads.
+        requests: a message in it asks for the stacks of all threads, if it is no stop request.
+        on_stop: called on the thread at a stop request.
     """
     is_user_code("")  # finds the folders of libraries before a script may hide their modules
     main = threading.main_thread().ident
     assert main is not None
-    threading.Thread(target=_watch, args=(report, requests, main), name="position-watch", daemon=True).start()
+    threading.Thread(target=_watch, args=(report, requests, main, on_stop), name="position-watch", daemon=True).start()
 
 
 def stacks(main: int) -> list[ThreadStack]:
@@ -80,7 +86,9 @@ def without_start(frames: list[CodeFrame]) -> list[CodeFrame]:
     return frames[: outermost + 1]
 
 
-def _watch(report: Callable[[RankReport], None], requests: Connection | None, main: int) -> None:
+def _watch(
+    report: Callable[[RankReport], None], requests: Connection | None, main: int, on_stop: Callable[[], None]
+) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())  # the script's threads get them, as without this
     descriptor = None if requests is None else OwnedDescriptor(requests.fileno())
     before = reported = ""
@@ -90,7 +98,9 @@ def _watch(report: Callable[[RankReport], None], requests: Connection | None, ma
         while (left_s := due - time.monotonic()) > 0:
             if requests is None or descriptor is None or not descriptor.is_unchanged:
                 time.sleep(left_s)
-            elif _is_asked(requests, descriptor, left_s):
+            elif (message := _message(requests, descriptor, left_s)) == STOP:
+                on_stop()
+            elif message:
                 report(RankReport(stacks=stacks(main)))
                 report(RankReport(collectives=collectives()))  # second: it takes a lock of torch
         # The printing of stacks on the signal is no handler of Python: only a script's own handler is one.
@@ -104,10 +114,10 @@ def _watch(report: Callable[[RankReport], None], requests: Connection | None, ma
         before, reported = line, stays
 
 
-def _is_asked(requests: Connection, descriptor: OwnedDescriptor, timeout_s: float) -> bool:
-    """Wait for a request; return whether there is one."""
+def _message(requests: Connection, descriptor: OwnedDescriptor, timeout_s: float) -> bytes:
+    """Wait for a message of the node agent; return it, empty for none."""
     try:
-        return requests.poll(timeout_s) and descriptor.is_unchanged and bool(requests.recv_bytes())
+        return requests.recv_bytes() if requests.poll(timeout_s) and descriptor.is_unchanged else b""
     except (EOFError, OSError):  # the agent is gone, or a script has closed the descriptor
         time.sleep(timeout_s)
-        return False
+        return b""

@@ -72,6 +72,8 @@ def launch(
         agent_of_its_own = bool(environ.get(RUN)) and decision.mode in ("single_process", "explicit")
         assignments = _assign(decision, options, init_method, run_dir, run_id, devices, environ)
         if isinstance(ranks_run, Script):
+            if ranks_run.starts_ranks and len(assignments) < assignments[0].local_world_size:
+                raise RequestError("--starts-ranks: another launcher has started the ranks already; remove one of both")
             # In a process of its own even for one rank: a script may end its process in any way, which the node agent
             # must report.
             address = master_address(init_method, environ)
@@ -81,6 +83,7 @@ def launch(
                 environ=environ,
                 target=MEASURED_SCRIPT_TARGET if ranks_run.instrument and run_dir is not None else SCRIPT_TARGET,
                 preloaded=SCRIPT_PRELOADED,
+                follows_started=ranks_run.instrument and run_dir is not None,
             )
         else:
             spec = _with_resume(ranks_run, run_dir, run_id, environ)
@@ -134,11 +137,16 @@ def _assign(
 def _for_script(
     assignment: RankAssignment, script: Script, address: tuple[str, int], environ: Mapping[str, str]
 ) -> RankAssignment:
-    environment = launcher_environment(assignment, address, environ)
+    environment = launcher_environment(assignment, address, environ, starts_ranks=script.starts_ranks)
     argv = [*(["-m"] if script.module else []), script.script]
     if script.local_rank_flag is not None:
         argv.append(f"{script.local_rank_flag}={assignment.local_rank}")
-    return dataclasses.replace(assignment, environment=environment, script_argv=(*argv, *script.args))
+    return dataclasses.replace(
+        assignment,
+        environment=environment,
+        script_argv=(*argv, *script.args),
+        must_start_ranks=script.starts_ranks,
+    )
 
 
 def _make_run_dir(path: Path) -> None:

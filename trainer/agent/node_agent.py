@@ -7,12 +7,14 @@ before its teardown decides about success, not its exit code (pytorch issue 1904
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import Literal
 
 from trainer.agent import forkserver
@@ -23,10 +25,11 @@ from trainer.agent.node_sampler import SAMPLE_S, NodeSampler, gpus_of
 from trainer.agent.scratch import scratch_folder
 from trainer.agent.shutdown import Shutdown
 from trainer.agent.stack_requests import StackRequests
+from trainer.agent.started_ranks import StartedRanks
 from trainer.agent.worker_process import WorkerProcess, start_worker
-from trainer.contract.errors import print_message
-from trainer.contract.outcome import NodeOutcome
-from trainer.contract.record import EventWriter, RunDir
+from trainer.contract.errors import ExitCode, print_message
+from trainer.contract.outcome import NodeOutcome, RankOutcome, RankReport
+from trainer.contract.record import EventWriter, Failure, RunDir
 from trainer.host.descendants import adopt_orphans, kill_descendants, reap
 from trainer.host.process_identity import UnmarkedProcesses
 from trainer.host.processes import RUN
@@ -40,8 +43,18 @@ def run_node(
     environ: Mapping[str, str],
     target: str,
     preloaded: Sequence[str] = forkserver.PRELOADED,
+    follows_started: bool = False,
 ) -> NodeOutcome:
-    """Run the ranks to their end and leave no process behind; ``target`` is the function of a rank, ``module:name``."""
+    """Run the ranks to their end and leave no process behind.
+
+    Args:
+        assignments: the ranks; of a script that must start them, only the first process is started.
+        start_method: how processes are started.
+        environ: environment of the command.
+        target: function of a rank, ``module:name``.
+        preloaded: modules that the fork server imports.
+        follows_started: whether processes that a script starts become ranks when they join a process group.
+    """
     first = assignments[0]
     run_dir = RunDir(first.run_dir) if first.run_dir is not None else None
     writer = EventWriter(run_dir.node_events(first.node) if run_dir else None)
@@ -57,15 +70,18 @@ def run_node(
     ):
         unmarked = UnmarkedProcesses(folder) if folder is not None and environ.get(RUN) else None
         agent = _NodeAgent(writer, stop_request, unmarked, run_dir)
+        launched = assignments[:1] if first.must_start_ranks else assignments
         try:
-            agent.start(assignments, start_method, target, preloaded)
+            if follows_started and folder is not None:
+                launched = agent.follow_started(folder, assignments, launched)
+            agent.start(launched, start_method, target, preloaded)
             agent.watch()
         except StopRequested:
             agent.abandon()
         finally:
             survivors = _kill_leftovers(environ.get(RUN))
             agent.close()
-    outcome = agent.outcome(first)
+    outcome = agent.outcome(assignments)
     outcome.left = sorted(survivors)
     if node_dir is not None:
         try:
@@ -122,8 +138,18 @@ class _NodeAgent:
         self._stacks = None if run_dir is None else StackRequests(run_dir, writer)
         self._sampler: NodeSampler | None = None
         """None before the ranks are started, and without a record."""
+        self._started: StartedRanks | None = None
+        """Ranks that the script starts; None where it is not measured."""
 
     # --- starting -------------------------------------------------------------------------------------------------
+
+    def follow_started(
+        self, folder: Path, planned: Sequence[RankAssignment], launched: Sequence[RankAssignment]
+    ) -> list[RankAssignment]:
+        """Make processes that scripts start ranks; return the assignments to launch, with the socket for these."""
+        self._started = StartedRanks(folder, planned, processes=len(launched), writer=self._writer, pids=self._pids)
+        address = str(self._started.address)
+        return [dataclasses.replace(each, started_ranks_socket=address) for each in launched]
 
     def start(
         self,
@@ -145,7 +171,7 @@ class _NodeAgent:
                 if self._attribution.failures:
                     break
         first = assignments[0]
-        others = len(assignments) < first.local_world_size
+        others = len(assignments) < first.local_world_size and not first.must_start_ranks
         if first.run_dir is None or (others and first.local_rank):
             return  # another process samples this node
         if others:
@@ -178,6 +204,9 @@ class _NodeAgent:
         while True:
             self._collect()
             running = [rank for rank in self._ranks if not rank.ended]
+            # Those of a script that has ended by itself are left over; at a stop they have the time to save.
+            if self._started is not None and (running or self._shutdown.stopped):
+                running += self._started.living
             if not running or self._shutdown.act(running, self._attribution.failures, time.monotonic()):
                 return
             if self._sampler is not None:
@@ -185,12 +214,17 @@ class _NodeAgent:
                     self._pids.update(self._local_ranks.read())
                 self._sampler.poll(time.time())
             if self._stacks is not None:
-                self._stacks.poll(running)
+                displaced = [rank for rank in running if self._is_displaced(rank)]
+                self._stacks.poll(rank for rank in running if rank not in displaced)
             if self._unmarked is not None and time.monotonic() >= self._unmarked_at:
                 self._unmarked_at = time.monotonic() + SAMPLE_S
                 self._unmarked.update()
             sources: list[object] = [self._stop_request]
+            if self._started is not None:
+                sources += self._started.sources
             for rank in running:
+                if rank.by_script:
+                    continue
                 sources.append(rank.process.sentinel)
                 if not rank.reports.closed:
                     sources.append(rank.reports)
@@ -202,11 +236,20 @@ class _NodeAgent:
             # Adopted orphans: each zombie counts against the limit of processes until it is reaped.
             reap(forkserver.own_pids().union(rank.process.pid or 0 for rank in self._ranks))
 
+    def _is_displaced(self, rank: WorkerProcess) -> bool:
+        """Whether processes that a script's process has started are the ranks in its place."""
+        started = self._started
+        return started is not None and not rank.by_script and bool(started.living) and started.has_displaced(rank)
+
     def _line_of(self, rank: int) -> str:
         """Return the line at which a rank of this agent stays; empty for a rank of another command."""
+        if self._started is not None and rank in self._started.ranks:
+            return self._started.ranks[rank].position.line
         return next((each.position.line for each in self._ranks if each.assignment.rank == rank), "")
 
     def close(self) -> None:
+        if self._started is not None:
+            self._started.close()
         if self._sampler is not None:
             self._sampler.close()
 
@@ -219,42 +262,107 @@ class _NodeAgent:
     def _collect(self) -> None:
         """Take the ranks' reports, then their exits: a rank that has ended reported before."""
         unknown_exit = 255  # exit code that ``multiprocessing`` assigns to a process whose fork server has ended
+        self._collect_started()
         for rank in self._ranks:
             gone = not rank.ended and rank.process.exitcode is not None
             for report in rank.poll_reports():
-                if report.line is not None:
-                    rank.position.set(report.line)
-                    continue
-                if report.handles_stack_signal is not None:
-                    rank.handles_stack_signal = report.handles_stack_signal
-                    continue
-                if report.stacks or report.collectives is not None:
-                    if self._stacks is not None:
-                        self._stacks.take(rank, report)
-                    continue
-                rank.stoppable |= report.stoppable
-                rank.step_s = rank.step_s if report.step_s is None else report.step_s
-                self._attribution.not_recorded = report.not_recorded or self._attribution.not_recorded
-                rank.stopping |= report.stopping
-                if report.stopped:
-                    rank.stopped, rank.stopped_at = report, time.monotonic()
-                if report.finished and rank.finished_at is None:
-                    rank.finished_at, rank.finished_ns = time.monotonic(), report.time_ns
-                if report.failure is not None and rank.finished_at is None:
-                    rank.failed = True
-                    self._attribution.add(report.time_ns, rank.assignment, report.failure)
+                self._take(rank, report)
             if gone:
                 rank.ended = True
                 rank.exit_code = rank.process.exitcode
                 rank.reports.close()
-                self._pids.pop(rank.assignment.rank, None)  # the kernel may reuse the pid
+                if self._pids.get(rank.assignment.rank) == rank.process.pid:  # the kernel may reuse the pid
+                    del self._pids[rank.assignment.rank]
                 if rank.unreported and self._shutdown.kill_at is None:
                     if rank.exit_code == unknown_exit and self._server_ended(rank):
                         continue
-                    if rank.assignment.is_script and rank.exit_code == 0:
-                        self._attribution.finish(rank)
-                    else:
-                        self._attribution.report_death(rank)
+                    self._end_unreported(rank)
+
+    def _collect_started(self) -> None:
+        """Take the reports of the ranks that the script has started, and their ends."""
+        if self._started is None:
+            return
+        self._started.accept(self._ranks)
+        for rank in self._started.living:
+            gone = rank.process.exitcode is not None
+            for report in rank.poll_reports():
+                self._take(rank, report)
+            if gone:
+                self._started.end(rank)
+        if not self._attribution.failures and not self._shutdown.stopped:
+            self._attribution.failures += self._started.lasting_failures()
+
+    def _take(self, rank: WorkerProcess, report: RankReport) -> None:
+        """Take the report of a rank."""
+        if report.line is not None:
+            rank.position.set(report.line)
+            return
+        if report.handles_stack_signal is not None:
+            rank.handles_stack_signal = report.handles_stack_signal
+            return
+        if report.stacks or report.collectives is not None:
+            if self._stacks is not None:
+                self._stacks.take(rank, report)
+            return
+        rank.stoppable |= report.stoppable
+        rank.step_s = rank.step_s if report.step_s is None else report.step_s
+        self._attribution.not_recorded = report.not_recorded or self._attribution.not_recorded
+        rank.stopping |= report.stopping
+        if self._started is not None and not rank.by_script:
+            self._started.note(rank, report)
+        if report.stopped:
+            rank.stopped, rank.stopped_at = report, time.monotonic()
+        if report.finished and rank.finished_at is None:
+            rank.finished_at, rank.finished_ns = time.monotonic(), report.time_ns
+            if not rank.by_script:
+                self._attribute(rank, None, report)
+        if report.failure is not None and rank.finished_at is None and not rank.failed:
+            rank.failed = True
+            if self._started is not None and rank.by_script:
+                self._started.fail(rank, report)
+            else:
+                self._attribute(rank, report.failure, report)
+
+    def _end_unreported(self, rank: WorkerProcess) -> None:
+        """Record the end of a process that has reported none."""
+        started, code = self._started, rank.exit_code
+        succeeded = rank.assignment.is_script and code == 0
+        if started is not None and started.has_displaced(rank):
+            failure = None if succeeded else rank.assignment.failure("exit", f"the script's process ended with {code}")
+            if causes := started.causes(failure):
+                self._add_causes(causes)
+                return
+            if succeeded:
+                started.finish()
+                rank.finished_at, rank.finished_ns = time.monotonic(), time.time_ns()
+                return
+        if succeeded:
+            self._attribution.finish(rank)
+        else:
+            self._attribution.report_death(rank)
+
+    def _add_causes(self, causes: Sequence[tuple[int, Failure]]) -> None:
+        """Add the failures of ranks that the script has started."""
+        assert self._started is not None
+        for time_ns, cause in causes:
+            self._attribution.add(time_ns, self._started.ranks[cause.rank or 0].assignment, cause)
+
+    def _attribute(self, rank: WorkerProcess, failure: Failure | None, report: RankReport) -> None:
+        """Attribute the end of a script's process to the ranks that it has started, or its failure to itself."""
+        started = self._started
+        if started is not None and started.has_displaced(rank) and not self._shutdown.stopped:
+            self._collect_started()  # their reports were sent before
+            if causes := started.causes(failure, report.lost_pid):
+                rank.failed, rank.finished_at = True, None
+                self._add_causes(causes)
+                return
+            if failure is None:
+                started.finish()
+            else:
+                self._writer.write(failure)
+                self._writer.write(rank.assignment.state("failed", message=failure.message))
+        if failure is not None:
+            self._attribution.add(report.time_ns, rank.assignment, failure)
 
     def _server_ended(self, rank: WorkerProcess) -> bool:
         """Return whether the fork server has ended, with which the kernel kills its ranks; record that once."""
@@ -265,8 +373,15 @@ class _NodeAgent:
             self._attribution.server_ended(rank.assignment.host, number)
         return ended
 
-    def outcome(self, first: RankAssignment) -> NodeOutcome:
-        return self._attribution.outcome(first, self._ranks, self._shutdown, self._stop_request.reason or "")
+    def outcome(self, assignments: Sequence[RankAssignment]) -> NodeOutcome:
+        """Return the outcome of the node, whose ranks by the plan these are."""
+        reason = self._stop_request.reason or ""
+        outcome = self._attribution.outcome(assignments[0], self._ranks, self._shutdown, reason)
+        finished = outcome.exit_code == ExitCode.FINISHED
+        started = () if self._started is None else self._started.ranks
+        for rank in {*started, *(each.rank for each in assignments)} - outcome.ranks.keys():
+            outcome.ranks[rank] = RankOutcome(finished=finished)
+        return outcome
 
 
 def _torch_context() -> BaseContext:

@@ -196,6 +196,7 @@ class NodeSampler:
             sample.gpus = self._gpus.sample()
         if self._run_dir is not None:
             sample.record_free_bytes = free_bytes(self._run_dir.events)
+            sample.log_bytes = size_of(self._run_dir.node_log(self._node))
         self._writer.write(sample)
         return sample
 

@@ -7,7 +7,7 @@ the script, and these packages' code imports in ``own_package``.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import BuiltinImporter, FrozenImporter
 from types import ModuleType
@@ -31,6 +31,23 @@ def hide_from_script(folders: Sequence[str]) -> None:
     _own_path[:] = sys.path
     sys.path[:] = [*folders, *(folder for folder in sys.path if folder not in folders)]
     _hidden.update(_pop_modules())
+
+
+def own_path() -> list[str]:
+    """Return the import path of these packages."""
+    return list(_own_path)
+
+
+def enter(path: Sequence[str], loaded: Mapping[str, ModuleType]) -> None:
+    """Begin to keep both apart in a process in which the script's own modules are loaded and these packages are not.
+
+    Args:
+        path: import path of these packages; what the process has besides is the script's.
+        loaded: modules of these packages that are loaded and hidden.
+    """
+    _folders[:] = [folder for folder in sys.path if folder not in path]
+    _own_path[:] = path
+    _hidden.update(loaded)
 
 
 @contextmanager

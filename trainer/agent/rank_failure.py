@@ -10,7 +10,7 @@ from pathlib import Path
 from trainer.contract.record import Failure
 from trainer.contract.record.regular_file import read_part, size_of
 
-_RERAISED = re.compile(r"Caught \S+ in (.+?)\.?$")
+_RERAISED = re.compile(r"(?:Caught \S+ in (.+?)\.?|-- (Process \d+) terminated with the following error:)$")
 """First line of an error that torch re-raises from another process or thread, before the original traceback."""
 _GROUP = re.compile(r"^(?:\[rank\d+\]:)?\[[EF]\S+ \S+ (?:\S+ )?(ProcessGroup\w+\.cpp:\d+\] .+)")
 """Error line of a process group in torch's own log; such an error ends the process without an exception."""
@@ -56,7 +56,7 @@ def error_line(error: BaseException) -> str:
     """
     lines = [line for line in str(error).splitlines() if line.strip()]
     if lines and (reraised := _RERAISED.match(lines[0])) and (original := _last_error(lines[1:])):
-        return f"{original} (in {reraised[1]})"
+        return f"{original} (in {reraised[1] or reraised[2].lower()})"
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 

@@ -18,6 +18,7 @@ import runpy
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
@@ -39,12 +40,17 @@ MODULE = "-m"
 
 
 def run_script(
-    assignment: RankAssignment, *, at_end: Callable[[bool], str] = lambda _: "", hidden: str | None = None
+    assignment: RankAssignment,
+    *,
+    at_start: Callable[[], None] = lambda: None,
+    at_end: Callable[[bool], str] = lambda _: "",
+    hidden: str | None = None,
 ) -> int:
     """Run the script, report its end, and return the exit code for ``os._exit``.
 
     Args:
         assignment: the rank.
+        at_start: called when the process is like a new interpreter for the script.
         at_end: called when the script's code has ended, before its end is recorded, with whether it failed; returns
             why the end of the rank's record is not on disk, empty where it is.
         hidden: folder whose frames are removed from the script's tracebacks.
@@ -52,22 +58,26 @@ def run_script(
     pid = os.getpid()
     # With this pid in the environment, trainer.watch leaves the rank's states to this module.
     os.environ[RANK_PID] = str(pid)
-    _write_state(assignment, "training")
+    write_state(assignment, "training")
     _imitate_new_interpreter(assignment.script_argv)
-    code, failure = _run(assignment, hidden)
+    at_start()
+    code, failure, lost_pid = _run(assignment, hidden)
     if os.getpid() != pid:
         return code  # a process that the script has forked: its end is not the rank's
     own_package.restore()
-    not_recorded = at_end(failure is not None)
+    starts_ranks = assignment.starts_ranks()
+    # Where its processes are the ranks, this one has no place in the record, and the node agent attributes its failure.
+    record: Callable[..., str] = (lambda *_: "") if starts_ranks else partial(write_state, assignment)
+    not_recorded = at_end(failure is not None or starts_ranks)
     if failure is not None:
-        not_recorded = _write_state(assignment, "failed", failure) or not_recorded
-        assignment.failed(failure, not_recorded=not_recorded)
+        not_recorded = record("failed", failure) or not_recorded
+        assignment.failed(failure, not_recorded=not_recorded, lost_pid=lost_pid)
         return code
     if assignment.stop_requested():
         # It exited on the stop request: its training may be incomplete.
         assignment.stopped(None, None, not_recorded=not_recorded)
         return ExitCode.STOPPED
-    not_recorded = _write_state(assignment, "finished") or not_recorded
+    not_recorded = record("finished") or not_recorded
     assignment.finished(not_recorded=not_recorded)
     return ExitCode.FINISHED
 
@@ -89,8 +99,11 @@ def _imitate_new_interpreter(arguments: Sequence[str]) -> None:
     multiprocessing.current_process().name = "MainProcess"
 
 
-def _run(assignment: RankAssignment, hidden: str | None) -> tuple[int, Failure | None]:
-    """Run the script as ``__main__``; return its exit code and its failure, None for a success."""
+def _run(assignment: RankAssignment, hidden: str | None) -> tuple[int, Failure | None, int | None]:
+    """Run the script as ``__main__``; return its exit code and its failure, None for a success.
+
+    Third is the process for whose end it failed, where ``torch.multiprocessing`` names it.
+    """
     log, log_start = assignment.log, 0 if assignment.log is None else size_of(assignment.log)
     try:
         first, *rest = assignment.script_argv
@@ -101,7 +114,7 @@ def _run(assignment: RankAssignment, hidden: str | None) -> tuple[int, Failure |
     except SystemExit as error:
         if error.code is None or error.code == 0:
             _run_exit_functions()
-            return ExitCode.FINISHED, None
+            return ExitCode.FINISHED, None, None
         exit_code = error.code if isinstance(error.code, int) else 1
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
@@ -110,21 +123,23 @@ def _run(assignment: RankAssignment, hidden: str | None) -> tuple[int, Failure |
             line = last_error(log, since=log_start, any_line=True)
             text = f"the script called sys.exit({exit_code})" + (line and f": {lost_peer_text(line)}")
         where = innermost_user_line(error.__traceback__)
-        return exit_code, assignment.failure("exit", text + (where and f" ({type(error).__name__} at {where})"))
+        failure = assignment.failure("exit", text + (where and f" ({type(error).__name__} at {where})"))
+        return exit_code, failure, None
     except BaseException as error:  # noqa: BLE001  (any error is recorded, and the rank ends)
         error.__traceback__ = _without_own_frames(error.__traceback__)
         if hidden is not None:
             _hide_frames(error, hidden, set())
         sys.excepthook(type(error), error, error.__traceback__)
         where = innermost_user_line(error.__traceback__)
-        return ExitCode.FAILED, failure_of(
+        failure = failure_of(
             error,
-            kind=_kind(error),
+            kind=kind_of(error),
             message=lost_peer_text(error_line(error)) + (where and f" ({where})"),
             rank=assignment.rank,
             host=assignment.host,
         )
-    return ExitCode.FINISHED, None
+        return ExitCode.FAILED, failure, getattr(error, "error_pid", None)
+    return ExitCode.FINISHED, None, None
 
 
 def _script(name: str) -> tuple[CodeType, ModuleType]:
@@ -200,14 +215,15 @@ def _hide_frames(error: BaseException | None, folder: str, done: set[int]) -> No
         error = error.__context__
 
 
-def _kind(error: BaseException) -> str:
+def kind_of(error: BaseException) -> str:
+    """Return the kind of failure that an exception is."""
     # By its name: importing torch's class would load torch into scripts without it.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "out_of_memory"
     return "lost_peer" if is_lost_peer(str(error)) else "exception"
 
 
-def _write_state(assignment: RankAssignment, state: RankStateName, failure: Failure | None = None) -> str:
+def write_state(assignment: RankAssignment, state: RankStateName, failure: Failure | None = None) -> str:
     """Record a state, and a failure; return why they are not on disk, empty if they are.
 
     Ends the writer's thread, so that the script's process has no thread of ours.

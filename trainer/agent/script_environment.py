@@ -18,6 +18,11 @@ RANK_PID = "GPUTRAIN_RANK_PID"
 """Environment variable with the pid of the rank whose states and end ``trainer.agent.script`` records."""
 GROUP_WORLD_SIZE = "GROUP_WORLD_SIZE"
 """Environment variable of torchrun with the number of nodes; a plan with several nodes sets it."""
+RANK_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", GROUP_WORLD_SIZE, "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
+)  # fmt: skip
+"""Environment variables of torchrun that only a rank has."""
 TORCHRUN_STORE_VARIABLES = (
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE",
 )  # fmt: skip
@@ -47,7 +52,11 @@ def master_address(init_method: str | None, environ: Mapping[str, str]) -> tuple
 
 
 def launcher_environment(
-    assignment: RankAssignment, address: tuple[str, int], environ: Mapping[str, str]
+    assignment: RankAssignment,
+    address: tuple[str, int],
+    environ: Mapping[str, str],
+    *,
+    starts_ranks: bool = False,
 ) -> dict[str, str | None]:
     """Return the variables of a script's rank, named as torchrun names them; None removes one.
 
@@ -55,6 +64,8 @@ def launcher_environment(
         assignment: the rank.
         address: host and port on which rank 0 listens.
         environ: environment of the command, whose own settings of NCCL, OpenMP and accelerate are kept.
+        starts_ranks: whether the script starts the ranks. Then it gets none of the variables of a rank, by which
+            launchers in scripts see that another one has started the ranks.
     """
     host, port = address
     rank, world = str(assignment.rank), str(assignment.world_size)
@@ -85,6 +96,9 @@ def launcher_environment(
         "PYTORCH_NVML_BASED_CUDA_CHECK": environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"),
         RUN_DIR: assignment.run_dir,
     }
+    if starts_ranks:
+        settings |= dict.fromkeys(RANK_VARIABLES)
+        settings |= {"NODE_RANK": str(assignment.node), "NNODES": _node_count(assignment, environ)}
     if ASIDE in environ:
         settings |= {"PYTHONPATH": environ[ASIDE], ASIDE: None}
     if assignment.device_id is None:

@@ -33,6 +33,8 @@ class Shutdown:
         """Time of SIGKILL to all ranks that have not ended, on the monotonic clock; None before a signal to end."""
         self._terminate_at: float | None = None
         """Time of SIGTERM to scripts, after NOW_SIGNAL has made them write their record."""
+        self._started_terminated = False
+        """Whether SIGTERM was sent to ranks that the script has started, and not yet to its own process."""
         self._cause_until: float | None = None
         """End of the wait for a root cause."""
         self._killed_at: float | None = None
@@ -50,6 +52,9 @@ class Shutdown:
             self.kill_at = now + grace_s
             self._terminate_at = now + last_write_s
             for rank in ranks:
+                if rank.by_script:  # it does not wait for the signal
+                    rank.request_stop()
+                    continue
                 # A rank that can save treats SIGTERM as a stop request.
                 has_record = rank.stoppable or rank.assignment.is_script
                 rank.signal(NOW_SIGNAL if has_record else signal.SIGTERM)
@@ -99,13 +104,20 @@ class Shutdown:
             elif now >= self._cause_until:
                 self.stop(running)
         for rank in running:
-            if rank.done_at is not None and now >= rank.done_at + PROCESS_EXIT_S:
+            if rank.done_at is not None and now >= rank.done_at + PROCESS_EXIT_S and not rank.by_script:
                 rank.signal(signal.SIGKILL)
         if self._terminate_at is not None and now >= self._terminate_at:
             self._terminate_at = None
-            for rank in running:
+            started = [rank for rank in running if rank.by_script]
+            for rank in started or running:
                 if rank.assignment.is_script:
                     rank.signal(signal.SIGTERM)
+            self._started_terminated = bool(started)
+        if self._started_terminated and not any(rank.by_script for rank in running):
+            # Their parent comes last: with it, torch's launcher interrupts those that save.
+            self._started_terminated = False
+            for rank in running:
+                rank.signal(signal.SIGTERM)
         if self.kill_at is None or now < self.kill_at:
             return False
         if self._killed_at is None:
@@ -116,7 +128,7 @@ class Shutdown:
 
     def due_in_s(self, running: Sequence[WorkerProcess]) -> float | None:
         """Return the seconds until ``act`` is due; None if only a report or the end of a rank makes it due."""
-        due = [rank.done_at + PROCESS_EXIT_S for rank in running if rank.done_at is not None]
+        due = [rank.done_at + PROCESS_EXIT_S for rank in running if rank.done_at is not None and not rank.by_script]
         due += [moment for moment in (self.kill_at, self._terminate_at, self._cause_until) if moment is not None]
         answers = (self._answer_until, self._save_until)
         due += [moment for moment in answers if moment is not None and moment > time.monotonic()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import select
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -13,10 +14,25 @@ from multiprocessing.process import BaseProcess
 import msgspec
 
 from trainer.agent import worker_entry
-from trainer.agent.assignment import PipeSink, RankAssignment
+from trainer.agent.assignment import STOP, PipeSink, RankAssignment
 from trainer.agent.code_position import CodePosition
 from trainer.contract.outcome import RankOutcome, RankReport, signal_name
 from trainer.contract.record.regular_file import size_of
+
+
+class StartedProcess:
+    """Process of a rank that a script has started, which is no child of this one."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises: ProcessLookupError: it has ended."""
+        self.pid = pid
+        self.sentinel = os.pidfd_open(pid)
+        """Descriptor that is readable once the process has ended."""
+
+    @property
+    def exitcode(self) -> int | None:
+        """None while it runs, else 0: only its parent learns its exit code."""
+        return 0 if select.select([self.sentinel], [], [], 0)[0] else None
 
 
 @dataclass
@@ -24,7 +40,7 @@ class WorkerProcess:
     """Process of a rank, with the state from its reports."""
 
     assignment: RankAssignment
-    process: BaseProcess
+    process: BaseProcess | StartedProcess
     reports: Connection
     log_from: int
     """Size of the log at the start of the process, in bytes."""
@@ -47,6 +63,8 @@ class WorkerProcess:
     """Its report that it has saved and exits."""
     stopped_at: float | None = None
     """Time at which that report was received, on the monotonic clock."""
+    by_script: bool = False
+    """Whether the script has started it, and not the node agent."""
     ended: bool = False
     exit_code: int | None = None
 
@@ -63,7 +81,7 @@ class WorkerProcess:
     def request_stop(self) -> None:
         """Send it a stop request, ignored if it has ended."""
         with contextlib.suppress(OSError):
-            self.reports.send_bytes(b"stop")
+            self.reports.send_bytes(STOP)
 
     def request_stacks(self) -> None:
         """Ask it for the stacks of its threads, ignored if it has ended."""
@@ -106,6 +124,7 @@ def start_worker(context: BaseContext, assignment: RankAssignment, target: str) 
         parent_pid=os.getpid(),
         report=sink,
         stop_requested=sink.stop_requested,
+        starts_ranks=sink.starts_ranks,
         stack_requests=requests,
     )
     process: BaseProcess = context.Process(  # type: ignore[attr-defined]

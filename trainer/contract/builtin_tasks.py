@@ -16,7 +16,7 @@ _TASKS: dict[str, tuple[str, type[Any]]] = {
 BUILT_IN = {name: target for name, (target, _) in _TASKS.items()}
 """Name of a built-in task → its class."""
 
-SEED_TASKS = {
+COUNTERPARTS = {
     "bert": "masked_lm",
     "language_modeling": "lm",
     "DocNNTask": "docnn",
@@ -42,7 +42,7 @@ def unknown_task(name: str) -> RequestError:
     own = "your own as package.module:Class or path/to/file.py:Class"
     if not name:
         return RequestError(f"no task is named; choose one of {names}, or {own}")
-    hint = f"; {SEED_TASKS[name]} is its counterpart here" if name in SEED_TASKS else nearest(name, BUILT_IN)
+    hint = f"; {COUNTERPARTS[name]} is its counterpart here" if name in COUNTERPARTS else nearest(name, BUILT_IN)
     return RequestError(f"task {name!r} is not known: {names}, or {own}{hint}")
 
 

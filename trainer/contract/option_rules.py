@@ -11,12 +11,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from trainer.contract.errors import RequestError
-from trainer.contract.options import Training
+from trainer.contract.options import Script, Training
 from trainer.contract.task_options import BuiltInOptions
 
 Named = Callable[[str], str]
 """Returns how an option of ``Training`` is written where the request comes from."""
 
+FALLING = ("polynomial_decay", "cosine", "wsd")
+"""Schedules that fall to ``end_learning_rate`` at a certain step."""
 RESETS = ("reset_optimizer", "reset_dataloader", "reset_meters")
 """Options that leave out a part of the checkpoint on resuming."""
 
@@ -43,6 +45,19 @@ def require_consistent(
     task = task_options if isinstance(task_options, BuiltInOptions) else None
     for key, conflict in _conflicts(options, task, named):
         raise RequestError(f"{where(key)} {conflict}")
+
+
+def require_one_launcher(script: Script, *, where: Named = flag_of) -> None:
+    """Check that a script that starts the ranks does not expect to be one.
+
+    Raises:
+        RequestError: it does.
+    """
+    if script.starts_ranks and script.local_rank_flag is not None:
+        raise RequestError(
+            f"{where('local_rank_flag')} gives a rank's number to a script, but with {where('starts_ranks')} the "
+            "script is no rank and starts them: remove one of both"
+        )
 
 
 def require_end(options: Training, task_options: Any = None, *, where: Named = flag_of, named: Named = flag_of) -> None:
@@ -143,22 +158,42 @@ def _of_optimizer(options: Training, named: Named) -> Iterator[tuple[str, str]]:
             f"has {len(options.lr)} values, one per epoch, but {named('lr_scheduler')} {schedule} computes all from "
             f"one: give one, or {named('lr_scheduler')} fixed",
         )
-    if schedule not in ("polynomial_decay", "cosine"):
+    if options.ema_start and not options.ema_decay:
+        yield ("ema_start", f"needs {named('ema_decay')}, the decay of the average that begins there")
+    if schedule == "wsd" and not options.decay_updates:
+        yield ("lr_scheduler", f"is wsd, which needs {named('decay_updates')}, the optimizer steps of its decay")
+    if options.decay_updates and schedule != "wsd":
+        yield ("decay_updates", f"is of {named('lr_scheduler')} wsd, and that is {schedule}: leave one of them out")
+    if schedule not in FALLING:
         return
     end = schedule_end(options)
-    if not end:
+    if not end and not options.max_epochs:
         yield (
             "lr_scheduler",
-            f"is {schedule}, which needs {named('total_num_update')} or {named('max_updates')}, "
+            f"is {schedule}, which needs {named('total_num_update')}, {named('max_updates')} or {named('max_epochs')}, "
             "the step at which it ends",
         )
-    elif end <= options.warmup_updates:
+    elif end:
         limit = named("total_num_update" if options.total_num_update else "max_updates")
-        yield (
+        if conflict := schedule_conflict(options, end, ends_at=f"{limit} {end}", named=named):
+            yield conflict
+
+
+def schedule_conflict(options: Training, end: int, *, ends_at: str, named: Named = flag_of) -> tuple[str, str] | None:
+    """Return the option that leaves a falling schedule no step to fall in before its ``end``, and why; None if none."""
+    schedule = f"{named('lr_scheduler')} {options.lr_scheduler}"
+    if end <= options.warmup_updates:
+        return (
             "warmup_updates",
-            f"is {options.warmup_updates}, but {named('lr_scheduler')} {schedule} ends at {limit} {end}; "
-            "the warm-up must be shorter",
+            f"is {options.warmup_updates}, but {schedule} ends at {ends_at}; the warm-up must be shorter",
         )
+    if end < options.warmup_updates + options.decay_updates:
+        return (
+            "decay_updates",
+            f"is {options.decay_updates}, but {schedule} ends at {ends_at}, and its warm-up takes "
+            f"{options.warmup_updates} of these steps: the decay must fit into the rest",
+        )
+    return None
 
 
 def _of_end(options: Training, task: BuiltInOptions | None, named: Named) -> Iterator[tuple[str, str]]:
@@ -200,9 +235,11 @@ def _of_end(options: Training, task: BuiltInOptions | None, named: Named) -> Ite
 
 
 def schedule_end(options: Training) -> int:
-    """Return the number of steps at which a falling schedule reaches its end; 0 for the others, and if it is unset."""
-    falls = options.lr_scheduler in ("polynomial_decay", "cosine")
-    return (options.total_num_update or options.max_updates) if falls else 0
+    """Return the number of steps at which a falling schedule reaches its end.
+
+    0 for the others, and where no option gives it in steps: it is then the end of ``max_epochs``.
+    """
+    return (options.total_num_update or options.max_updates) if options.lr_scheduler in FALLING else 0
 
 
 def _first_lr(options: Training) -> float:
@@ -214,7 +251,7 @@ def _first_lr(options: Training) -> float:
 def _last_lr(options: Training) -> float:
     """Return what the learning rate comes to if the training goes on, or has as its limit."""
     match options.lr_scheduler:
-        case "polynomial_decay" | "cosine":
+        case "polynomial_decay" | "cosine" | "wsd":
             return options.end_learning_rate
         case "step" if options.lr_step_gamma < 1:
             return 0.0

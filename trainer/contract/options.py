@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from trainer.contract.fairseq_flags import OPTIMIZER_CLASSES, SCHEDULE_CLASSES
 from trainer.contract.schema import Positive, Positives, option_meta
-from trainer.contract.seed_flags import OPTIMIZER_CLASSES, SCHEDULE_CLASSES
 
 _launch = partial(option_meta, "")
 _data, _duration, _optimizer = (partial(option_meta, group) for group in ("Data", "Duration", "Optimizer"))
@@ -85,6 +85,9 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     args: Annotated[tuple[str, ...], _launch("the script's arguments")] = ()
+    starts_ranks: Annotated[
+        bool, _launch("the script starts the ranks of its node itself, as with mp.spawn: start it once on each node")
+    ] = False
     instrument: Annotated[
         bool, _launch("measure the script's steps, phases and gradient synchronisation; needs a record")
     ] = True
@@ -151,7 +154,8 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     patience: Annotated[int, _duration("stop after this many validations without improvement; 0: never", ge=0)] = 0
 
     optimizer: Annotated[
-        Literal["sgd", "adam", "adamw", "adadelta", "adagrad"], _optimizer("optimizer", spellings=OPTIMIZER_CLASSES)
+        Literal["sgd", "adam", "adamw", "adadelta", "adagrad", "muon"],
+        _optimizer("optimizer; muon: for matrices, and adamw for the rest", spellings=OPTIMIZER_CLASSES),
     ] = "adamw"
     lr: Annotated[
         tuple[Annotated[float, Meta(gt=0)], ...],
@@ -160,13 +164,17 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = (1e-3,)
     weight_decay: Annotated[float, _optimizer("weight decay", ge=0, aliases=["--wd"])] = 0.0
+    decay_norms: Annotated[
+        bool, _optimizer("weight decay of biases and norms too: of parameters with fewer than two dimensions")
+    ] = True
     momentum: Annotated[float, _optimizer("momentum of sgd", ge=0, lt=1)] = 0.0
     nesterov: Annotated[bool, _optimizer("Nesterov momentum of sgd")] = False
     adam_betas: Annotated[
         tuple[Annotated[float, Meta(ge=0, lt=1)], ...],
-        _optimizer("decay rates of adam's and adamw's two moments", min_length=2, max_length=2),
+        _optimizer("decay rates of the two moments of adam, adamw and muon's adamw", min_length=2, max_length=2),
     ] = (0.9, 0.999)
     adam_eps: Annotated[float, _optimizer("added to the denominator of adam, adamw and adagrad", gt=0)] = 1e-8
+    muon_momentum: Annotated[float, _optimizer("momentum of muon", ge=0, lt=1)] = 0.95
     adadelta_rho: Annotated[
         float, _optimizer("decay rate of adadelta's averages", ge=0, lt=1, aliases=["--adadelta_rho"])
     ] = 0.9
@@ -179,18 +187,27 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ] = (1,)
 
     lr_scheduler: Annotated[
-        Literal["fixed", "polynomial_decay", "inverse_sqrt", "cosine", "step"],
-        _schedule("learning-rate schedule", aliases=["--lr_scheduler"], spellings=SCHEDULE_CLASSES),
+        Literal["fixed", "polynomial_decay", "inverse_sqrt", "cosine", "step", "wsd"],
+        _schedule(
+            "learning-rate schedule; wsd: warm-up, stable, decay",
+            aliases=["--lr_scheduler"],
+            spellings=SCHEDULE_CLASSES,
+        ),
     ] = "fixed"
     warmup_updates: Annotated[int, _schedule("optimizer steps of linear warm-up", ge=0)] = 0
     warmup_init_lr: Annotated[float, _schedule("learning rate at the start of the warm-up", ge=0)] = 0.0
     total_num_update: Annotated[
-        int, _schedule("optimizer steps at which polynomial_decay and cosine end; 0: max_updates", ge=0)
+        int,
+        _schedule(
+            "optimizer steps at which polynomial_decay, cosine and wsd end; 0: max_updates, else those of max_epochs",
+            ge=0,
+        ),
     ] = 0
-    end_learning_rate: Annotated[float, _schedule("learning rate at the end of polynomial_decay and cosine", ge=0)] = (
-        0.0
-    )
-    power: Annotated[float, _schedule("exponent of polynomial_decay", gt=0)] = 1.0
+    end_learning_rate: Annotated[
+        float, _schedule("learning rate at the end of polynomial_decay, cosine and wsd", ge=0)
+    ] = 0.0
+    power: Annotated[float, _schedule("exponent of polynomial_decay and of the decay of wsd", gt=0)] = 1.0
+    decay_updates: Annotated[int, _schedule("wsd: optimizer steps of the decay at the end", ge=0)] = 0
     lr_step_updates: Annotated[int, _schedule("step: optimizer steps between two decays", ge=0)] = 0
     lr_step_gamma: Annotated[float, _schedule("step: factor of each decay", gt=0, le=1)] = 0.1
 
@@ -257,6 +274,9 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             lt=1,
         ),
     ] = 0.0
+    ema_start: Annotated[
+        int, _numerics("optimizer steps after which ema_decay's average begins; it is the weights until then", ge=0)
+    ] = 0
     activation_checkpointing: Annotated[
         bool,
         _numerics(

@@ -16,7 +16,7 @@ import msgspec
 
 from trainer.contract.errors import ExitCode, RecordError
 from trainer.contract.record import Collective, Failure, RunDir, ThreadStack, write_atomically
-from trainer.contract.record.numbers import Count, ExitStatus, Rank
+from trainer.contract.record.numbers import Count, ExitStatus, Rank, WorldSize
 from trainer.contract.record.regular_file import read_json
 
 NO_UPDATE_LEFT = "no_update_left"
@@ -75,6 +75,12 @@ class RankReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Its last collectives, which follow its stacks; None in other reports."""
     handles_stack_signal: bool | None = None
     """Whether the script has taken the signal on which stacks are printed; None in other reports."""
+    group: tuple[Rank, WorldSize] | None = None
+    """Rank and world size of the process group that a script's process has joined; None in other reports."""
+    trains: bool = False
+    """The script's process has begun to train, in a group or alone."""
+    lost_pid: Count | None = None
+    """Process for whose end the script failed, in a report of its failure."""
 
 
 class RankOutcome(msgspec.Struct, kw_only=True):

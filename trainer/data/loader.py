@@ -52,7 +52,7 @@ def mix_seed(*numbers: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Request:
+class _BatchRequest:
     """Request to a worker for one batch."""
 
     indices: list[int]
@@ -79,7 +79,7 @@ class _Fetch:
         getitems = self._getitems
         return self._collate([self._dataset[i] for i in indices] if getitems is None else getitems(indices))
 
-    def __getitem__(self, request: _Request) -> Any:
+    def __getitem__(self, request: _BatchRequest) -> Any:
         """Read a batch in a worker; seeding each batch makes it independent of the worker and of resuming."""
         seed_all(request.seed)
         try:
@@ -88,13 +88,13 @@ class _Fetch:
             return CarriedError(error)
 
 
-class _Requests(Sampler[_Request]):
+class _BatchRequests(Sampler[_BatchRequest]):
     """Batches that the workers read next; replaced at each epoch, while the workers persist."""
 
     def __init__(self) -> None:
-        self.requests: Iterable[_Request] = ()
+        self.requests: Iterable[_BatchRequest] = ()
 
-    def __iter__(self) -> Iterator[_Request]:
+    def __iter__(self) -> Iterator[_BatchRequest]:
         return iter(self.requests)
 
 
@@ -117,7 +117,7 @@ class BatchLoader:
         self._persistent = persistent_workers
         self._fetch = _Fetch(dataset, collate)
         self._pin = pinned if pin_memory else unchanged
-        self._requests = _Requests()
+        self._requests = _BatchRequests()
         self.dummy = 0
         """Index of the sample of which a dummy batch is made."""
         self._ahead: Iterator[Any] = iter(())
@@ -138,7 +138,9 @@ class BatchLoader:
                 starts, bounds, lambda low, high: self._pin(self._fetch(_indices(order, low, high)))
             )
         self._requests.requests = (
-            _Request(_indices(order, low, high), mix_seed(seed, low)) for low, high in map(bounds, starts) if low < high
+            _BatchRequest(_indices(order, low, high), mix_seed(seed, low))
+            for low, high in map(bounds, starts)
+            if low < high
         )
         self._ahead = read_ahead(self._loader)
         return self._micro_batches(starts, bounds, lambda low, high: next(self._ahead))

@@ -19,10 +19,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from trainer.contract.backends import is_nccl
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Distributed
 from trainer.contract.rendezvous_url import tcp_url
-from trainer.distributed import collectives, heartbeat, network_probe, peer_failure, rendezvous, seed_arguments
+from trainer.distributed import (
+    collectives,
+    fairseq_arguments,
+    flight_recorder,
+    heartbeat,
+    network_probe,
+    peer_failure,
+    rendezvous,
+)
 from trainer.distributed.collectives import (
     all_gather_list as all_gather_list,
     all_reduce as all_reduce,
@@ -86,11 +95,11 @@ def infer_init_method(args: Any, force_distributed: bool = False) -> str | None:
     from trainer.environments.decision import apply_counts
     from trainer.environments.dispatch import SINGLE_NODE_INIT, decide
 
-    settings = seed_arguments.settings_of(args)
+    settings = fairseq_arguments.settings_of(args)
     if not isinstance(args, Distributed) and settings.distributed_init_method is not None:
         return str(settings.distributed_init_method)
     count = torch.cuda.device_count()
-    options = seed_arguments.options_of(args, os.environ, count)
+    options = fairseq_arguments.options_of(args, os.environ, count)
     decision = decide(options, os.environ, count)
     if decision.exchange is not None:
         counts = exchange_counts(decision.exchange, len(decision.ranks), timeout_s=options.join_timeout)
@@ -98,7 +107,7 @@ def infer_init_method(args: Any, force_distributed: bool = False) -> str | None:
     init_method = decision.init_method
     if init_method == SINGLE_NODE_INIT or (init_method is None and force_distributed):
         init_method = tcp_url("127.0.0.1", free_port())
-    seed_arguments.set_decision(args, decision, init_method)
+    fairseq_arguments.set_decision(args, decision, init_method)
     return init_method
 
 
@@ -139,16 +148,16 @@ def distributed_init(args: Any = None, **group: Any) -> int:
     if args is None:
         join_group(**group)
         return get_rank()
-    settings = seed_arguments.settings_of(args)
+    settings = fairseq_arguments.settings_of(args)
     if dist.is_initialized():
         warnings.warn("this process is in a process group already, and stays in it", stacklevel=2)
     else:
-        on_cpu = seed_arguments.runs_on_cpu(args, torch.cuda.device_count()) or not torch.cuda.is_available()
+        on_cpu = fairseq_arguments.runs_on_cpu(args, torch.cuda.device_count()) or not torch.cuda.is_available()
         defaults = Distributed()
         join_group(
             init_method=settings.distributed_init_method,
             world_size=settings.distributed_world_size or 1,
-            rank=seed_arguments.rank_of(args),
+            rank=fairseq_arguments.rank_of(args),
             backend=getattr(settings, "distributed_backend", None) or defaults.distributed_backend,
             device=bind_device(None if on_cpu else settings.device_id or 0),
             timeout_s=getattr(settings, "distributed_timeout", defaults.distributed_timeout),
@@ -197,8 +206,8 @@ def join_group(
         raise RequestError("this process is in a process group already")
     if backend == "auto":
         backend = "nccl" if device.type == "cuda" else "gloo"
-    if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
-        raise RequestError("backend nccl needs a GPU on every rank: allowed here is gloo")
+    if is_nccl(backend) and (device.type != "cuda" or not dist.is_nccl_available()):
+        raise RequestError(f"backend {backend} needs a GPU on every rank: allowed here is gloo")
     mine = rendezvous.own_registration(
         rank=rank, world_size=world_size, identity=identity, device="" if share_devices else device_uuid(device)
     )
@@ -221,8 +230,9 @@ def join_group(
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if backend == "nccl" else None,
+        device_id=device if is_nccl(backend) else None,
     )
+    flight_recorder.attach(dist.group.WORLD)
     own = next(index for index, machine in enumerate(result.machines) if rank in machine.ranks)
     if not gloo and on_lost is not None and len(result.machines) > 1 and rank == result.machines[own].ranks[0]:
         # Gloo's connections break when a machine is gone, and a collective raises; NCCL waits for its time-out.

@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.contract.backends import is_nccl
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.distributed.encoding import decode, encode
+from trainer.distributed.fairseq_arguments import settings_of
 from trainer.distributed.host_copies import HostCopies, begin_copy, host_copies, on_device
-from trainer.distributed.seed_arguments import settings_of
 
 Op = Literal["sum", "max", "min"]
 Number = TypeVar("Number", Tensor, float, int)
@@ -68,7 +69,7 @@ def get_default_group() -> dist.ProcessGroup | None:
 
 def _on_backend_device(tensor: Tensor, group: Group = None) -> Tensor:
     """Return the tensor on a device that the backend supports: nccl takes CUDA tensors only."""
-    if dist.get_backend(group) == "nccl":
+    if is_nccl(dist.get_backend(group)):
         return tensor.to(torch.device("cuda", torch.cuda.current_device())).contiguous()
     return tensor.contiguous()
 
@@ -133,7 +134,7 @@ def max_async(values: Sequence[int] | Tensor, copies: HostCopies | None = None) 
     elif get_world_size() == 1:
         return lambda: [int(value) for value in values]
     else:
-        on_gpu = dist.get_backend() == "nccl"
+        on_gpu = is_nccl(dist.get_backend())
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         moved = on_device([int(value) for value in values], device)
     copies = copies or host_copies(moved.device)

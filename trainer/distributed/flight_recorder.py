@@ -27,10 +27,17 @@ OLD_NAMES = {
 """Environment variables of torch, and their names in earlier versions."""
 RENAMED_IN = (2, 10)
 """First version of torch that warns about the old names."""
+RECORDING = frozenset(("ProcessGroupNCCL", "ProcessGroupGloo"))
+"""Backends that record by themselves; ``nccl2`` and ``nccl-lazy`` of torch 2.14 do not, nor does ``nccl`` there with
+``TORCH_DIST_USE_NCCL2=1``."""
+HOOKED = "c10d:"
+"""Beginning of the names of collectives that torch's hook has recorded, in place of the backend's."""
 LAST = 3
 """Collectives that are described, and that an answer to a request for stacks has."""
 
 _file: Path | None = None
+_hooks: list[Any] = []
+"""torch's hooks, which record as long as they exist."""
 
 
 def prepare(file: Path, rank: int, environ: MutableMapping[str, str] = os.environ) -> None:
@@ -54,6 +61,26 @@ def prepare(file: Path, rank: int, environ: MutableMapping[str, str] = os.enviro
     for name, value in settings.items():
         if name not in environ and OLD_NAMES.get(name, name) not in environ:
             environ[name] = value
+
+
+def attach(group: dist.ProcessGroup | None) -> bool:
+    """Record the collectives of a group whose backend does not; return whether that was needed and is possible.
+
+    Newer torch than 2.14 attaches the same hook by itself when it makes such a group.
+    """
+    hook = getattr(torch._C._distributed_c10d, "FlightRecorderHook", None)
+    attached = getattr(dist.distributed_c10d._world, "pg_flight_recorder_hooks", {})
+    if hook is None or group in attached or _backends(group) <= RECORDING:
+        return False
+    _hooks.append(hook.attach(group))
+    return True
+
+
+def _backends(group: Any) -> set[str]:
+    """Return the classes of a group's backends, which its name does not tell: ``nccl`` may be either of two."""
+    backends = (group._get_backend(device) for device in group._device_types)
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps them.
+    return {type(getattr(backend, "wrapped_pg", backend)).__name__ for backend in backends}
 
 
 def dump() -> str:
@@ -104,7 +131,12 @@ def describe_collectives(recorded: dict[str, Any]) -> str:
 
 
 def _status(recorded: Mapping[str, Any], entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the progress of the process group of an entry."""
+    """Return the progress of the process group of an entry; empty if unknown.
+
+    torch's hook counts a collective as complete once it has been issued, which says nothing about its end.
+    """
+    if str(entry["profiling_name"]).startswith(HOOKED):
+        return {}
     status: Mapping[str, Any] = recorded.get("pg_status", {}).get(str(entry["pg_id"]), {})
     return status
 
@@ -116,8 +148,9 @@ def _collective(entry: Mapping[str, Any], status: Mapping[str, Any]) -> Collecti
     # gloo's entries stay "scheduled": only the group's count tells which are complete.
     if not is_p2p and number <= int(status.get("last_completed_collective", -1)):
         state = "complete"
+    name = str(entry["profiling_name"]).rpartition(":")[2]
     return Collective(
-        name=str(entry["profiling_name"]).rpartition(":")[2],
+        name=name.replace("allreduce", "all_reduce").replace("allgather", "all_gather"),  # as backends spell them
         number=number,
         state=state,
         sizes=[[int(size) for size in shape] for shape in entry.get("input_sizes", [])],
@@ -127,7 +160,7 @@ def _collective(entry: Mapping[str, Any], status: Mapping[str, Any]) -> Collecti
 
 def _recorded() -> bytes:
     module: Any = torch._C._distributed_c10d
-    # Older versions have the function for NCCL only.
-    nccl = dist.get_backend() == "nccl" and hasattr(module, "_dump_nccl_trace_json")
+    # Older versions have the function for NCCL only; other backends, and torch's hook, have a record of their own.
+    nccl = "ProcessGroupNCCL" in _backends(dist.group.WORLD) and hasattr(module, "_dump_nccl_trace_json")
     dump_json: Callable[..., bytes] = module._dump_nccl_trace_json if nccl else module._dump_fr_trace_json
     return bytes(dump_json())

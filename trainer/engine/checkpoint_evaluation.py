@@ -15,11 +15,11 @@ from trainer.data.seeds import seed_all
 from trainer.engine import reports
 from trainer.engine.data_sample import DataSample
 from trainer.engine.ddp_model import autocast
+from trainer.engine.end_conditions import Best, TrainingOutcome
 from trainer.engine.evaluation import evaluate
 from trainer.engine.preparation import evaluation_batches, read_splits, require_same_on_ranks
 from trainer.engine.resuming import DataDigests, require_weights
 from trainer.engine.starting_point import StartingPoint
-from trainer.engine.stopping import Best, TrainingOutcome
 from trainer.engine.task_state import TASK_STATE, state_of, without_task_state
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task

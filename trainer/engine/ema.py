@@ -12,15 +12,17 @@ from torch import Tensor, nn
 class WeightAverage:
     """The average of a model's trained weights over the updates; with a decay of 0 there is none.
 
-    It begins with the initial weights; an update makes it ``decay`` of itself and ``1 - decay`` of the weights.
+    It is equal to the weights for the first ``start`` updates; each later one makes it ``decay`` of itself and
+    ``1 - decay`` of the weights.
     """
 
-    def __init__(self, model: nn.Module, *, decay: float) -> None:
+    def __init__(self, model: nn.Module, *, decay: float, start: int = 0) -> None:
         named = {name: weight for name, weight in model.named_parameters() if weight.requires_grad and decay}
         self._names = list(named)
         self._weights: list[Tensor] = list(named.values())
         self._average = [weight.detach().clone() for weight in self._weights]
         self._decay = decay
+        self._start = start
         self.enabled = decay > 0
 
     def begin(self) -> None:
@@ -28,9 +30,10 @@ class WeightAverage:
             average.copy_(weight.detach())
 
     @torch.no_grad()
-    def update(self) -> None:
+    def update(self, step: int) -> None:
+        """Take the weights after update ``step``, from 1, into the average."""
         if self.enabled:
-            torch._foreach_lerp_(self._average, self._weights, 1.0 - self._decay)
+            torch._foreach_lerp_(self._average, self._weights, 1.0 - self._decay if step > self._start else 1.0)
 
     @torch.no_grad()
     def swap(self) -> None:

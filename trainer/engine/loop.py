@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainer import distributed
 from trainer.contract.errors import NotKeptError, TrainingError
+from trainer.contract.option_rules import FALLING, schedule_end
 from trainer.contract.options import Training
 from trainer.contract.outcome import describe_stop
 from trainer.data.batches import Update
@@ -38,15 +39,16 @@ from trainer.engine.ddp_model import (
     wrap,
 )
 from trainer.engine.ema import WeightAverage
+from trainer.engine.end_conditions import StepTimes, TrainingOutcome, end_reached
 from trainer.engine.item_count import ItemCount
 from trainer.engine.loss_check import check_loss
 from trainer.engine.model_flops import FlopCount
+from trainer.engine.muon import require_equal_products
 from trainer.engine.non_finite import FiniteCheck, NonFiniteError
-from trainer.engine.optimizers import LossScaler, Schedule, training_optimizer
+from trainer.engine.optimizers import LossScaler, Schedule, epochs_end, training_optimizer, without_optimizer
 from trainer.engine.out_of_memory import raise_out_of_memory
 from trainer.engine.parameter_use import ParameterUse
 from trainer.engine.preparation import batch_sizes, build_model, read_data, require_same_on_ranks
-from trainer.engine.stopping import StepTimes, TrainingOutcome, end_reached
 from trainer.engine.training_state import TrainingState
 from trainer.engine.validation import Validator
 from trainer.engine.worker_context import WorkerContext
@@ -67,7 +69,7 @@ class Loop:
         self.parameters = trainable(self.raw_model)
         self.autocast = autocast(options, ctx.device)
         metrics = check_loss(task, self.raw_model, self.data.loss_check, ctx, autocast=self.autocast)
-        self.average = WeightAverage(self.raw_model, decay=options.ema_decay)
+        self.average = WeightAverage(self.raw_model, decay=options.ema_decay, start=options.ema_start)
         self._validation = Validator(
             task, options, ctx, self.data, self.raw_model, self.average, self.autocast, metrics=metrics
         )
@@ -75,7 +77,15 @@ class Loop:
         seed_all(mix_seed(options.seed, ctx.rank))  # dropout differs between ranks, and is reproducible
 
         self.optimizer = training_optimizer(task, self.raw_model, options)
-        self.schedule = Schedule(options, self.optimizer)
+        require_equal_products(self.optimizer, ctx)
+        reports.finding(
+            ctx,
+            "not_optimized",
+            without_optimizer(self.optimizer, self.raw_model),
+            severity="warning",
+            advice="add it to the task's optimizer, or freeze it with requires_grad_(False)",
+        )
+        self.schedule = Schedule(options, self.optimizer, end=self._schedule_end())
         self.scaler = LossScaler(ctx.device, enabled=options.precision == "fp16")
         self._accumulation = Accumulation(self.model)
         comm_hook, wire_ratio = compression(options)
@@ -148,6 +158,7 @@ class Loop:
             samples=self.data.train.samples,
             updates_per_epoch=self.data.train.updates_per_epoch(self._update_freq(1)),
             first_update=self.updates,
+            last_update=self._last_update() if self.updates else 0,
             parameters=sum(parameter.numel() for parameter in self.parameters),
         )
         self.ctx.set_state("training")
@@ -194,6 +205,15 @@ class Loop:
             return self._stop()
         return TrainingOutcome(updates=self.updates, epoch=self.epoch, reason=reason, best=self.best)
 
+    def _last_update(self) -> int:
+        """Return the optimizer steps after which ``max_epochs`` ends a resumed training; 0 if it is not known."""
+        samples, per_epoch = self.data.train.samples, self.data.train.updates_per_epoch(self._update_freq(1))
+        if not self.options.max_epochs or not per_epoch:
+            return 0
+        position = self.data.train.position
+        left = (self.options.max_epochs - position.epoch + 1) * samples - position.consumed
+        return self.updates + -(-left * per_epoch // samples)
+
     def _update(self, update: Update) -> bool:
         """Make one optimizer step over the micro-batches of all ranks; return whether it was taken.
 
@@ -227,7 +247,7 @@ class Loop:
         if not self.scaler.step(self.optimizer):
             self._discard_step()
             return False
-        self.average.update()
+        self.average.update(step)
         self.state.updates, lr = step, self.schedule.lr
         self.schedule.step(step)
         meter.lap("optimizer")
@@ -397,6 +417,15 @@ class Loop:
 
     def _update_freq(self, epoch: int) -> int:
         return self.options.update_freq[min(epoch, len(self.options.update_freq)) - 1]
+
+    def _schedule_end(self) -> int:
+        """Return the step at which a falling schedule ends, by the options or by the data; 0 for the others."""
+        options = self.options
+        end = schedule_end(options)
+        if end or options.lr_scheduler not in FALLING:
+            return end
+        epochs = range(1, options.max_epochs + 1)
+        return epochs_end(options, sum(self.data.train.updates_per_epoch(self._update_freq(epoch)) for epoch in epochs))
 
     def _due(self, every: int) -> bool:
         return bool(every) and self.updates % every == 0

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer
 
 from trainer.contract.errors import RequestError
-from trainer.contract.option_rules import schedule_end
+from trainer.contract.option_rules import flag_of, schedule_conflict, schedule_end
 from trainer.contract.options import Training
 from trainer.engine.ddp_model import trainable, with_sparse_gradient
+from trainer.engine.loss_check import listed
+from trainer.engine.muon import MuonWithAdamW
+from trainer.engine.parameter_groups import parameter_groups
 from trainer.tasks.task import Task
 
 
@@ -34,7 +37,20 @@ def training_optimizer(task: Task, model: nn.Module, options: Training) -> Optim
             f"{refused} takes no sparse gradients, and an embedding of the model has sparse=True: take --optimizer sgd "
             "or adagrad without weight decay, an optimizer of the task's own such as SparseAdam, or sparse=False"
         )
-    return build_optimizer(options, trainable(model), sparse=sparse)
+    groups = parameter_groups(task, model, options)
+    usual = {"lr": options.lr[0], "weight_decay": options.weight_decay}
+    plain = len(groups) == 1 and {name: value for name, value in groups[0].items() if name != "params"} == usual
+    return build_optimizer(options, trainable(model) if plain else groups, sparse=sparse)
+
+
+def without_optimizer(optimizer: Optimizer, model: nn.Module) -> str:
+    """Describe the trained parameters that no group of the optimizer holds; empty if there are none."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    names = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in held]
+    if not names:
+        return ""
+    keeps = "it keeps its first values" if len(names) == 1 else "they keep their first values"
+    return f"no group of the optimizer holds {listed(names)}: {keeps}"
 
 
 def _require_plain_step(optimizer: Optimizer) -> None:
@@ -51,9 +67,8 @@ def build_optimizer(
 ) -> Optimizer:
     """Return the optimizer that the options name.
 
-    Weight decay is what torch's class of that name does, on every parameter, biases and norms included: added to the
-    gradient (L2) in sgd, adam, adadelta and adagrad, apart from it in adamw. A task that wants exclusions gives an
-    optimizer of its own.
+    Weight decay is what torch's class of that name does: added to the gradient (L2) in sgd, adam, adadelta and adagrad,
+    apart from it in adamw and muon. Groups of parameters may have another one, see ``parameter_groups``.
     """
     trained: list[Any] = list(params)
     if not trained:
@@ -70,6 +85,10 @@ def build_optimizer(
             return Adam(trained, lr, betas=(beta1, beta2), eps=options.adam_eps, weight_decay=decay, fused=fused)
         case "adamw":
             return AdamW(trained, lr, betas=(beta1, beta2), eps=options.adam_eps, weight_decay=decay, fused=fused)
+        case "muon":
+            return MuonWithAdamW(
+                trained, momentum=options.muon_momentum, betas=(beta1, beta2), eps=options.adam_eps, fused=fused
+            )
         case "adadelta":
             return Adadelta(trained, lr, rho=options.adadelta_rho, eps=options.adadelta_eps, weight_decay=decay)
         case "adagrad":
@@ -125,8 +144,8 @@ def restore(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 class Schedule:
     """The learning rate over the updates: a linear warm-up, then the shape that the options name."""
 
-    def __init__(self, options: Training, optimizer: Optimizer) -> None:
-        """Set the learning rate of the first update.
+    def __init__(self, options: Training, optimizer: Optimizer, *, end: int = 0) -> None:
+        """Set the learning rate of the first update; ``end``: the one at which a falling schedule ends.
 
         The schedule is of ``options.lr``, which may have one value per epoch. A parameter group with another learning
         rate keeps its ratio to that throughout, so that the rates of a task's own optimizer are its peaks. The options
@@ -134,7 +153,7 @@ class Schedule:
         """
         self._options = options
         self._optimizer = optimizer
-        self._end = schedule_end(options)
+        self._end = end or schedule_end(options)
         self._factors = [float(group["lr"]) / options.lr[0] for group in optimizer.param_groups]
         self._updates = 0
         self._epoch = 1
@@ -145,7 +164,8 @@ class Schedule:
 
         With n updates, W of warm-up, T in all and p = (n - W) / (T - W): n < W rises linearly from
         ``warmup_init_lr``; then ``inverse_sqrt`` is lr · √(W / n) (Vaswani et al. 2017, section 5.3), ``cosine`` falls
-        as (1 + cos πp) / 2 (Loshchilov & Hutter 2017, equation 5) and ``polynomial_decay`` as (1 - p)^power.
+        as (1 + cos πp) / 2 (Loshchilov & Hutter 2017, equation 5) and ``polynomial_decay`` as (1 - p)^power. ``wsd``
+        stays, and falls so in the last ``decay_updates`` (Hu et al. 2024, section 4).
         """
         options, warmup = self._options, self._options.warmup_updates
         lr = options.lr[min(self._epoch, len(options.lr)) - 1]
@@ -162,6 +182,9 @@ class Schedule:
                 return float(lr * options.lr_step_gamma ** ((update - warmup) // options.lr_step_updates))
             case "polynomial_decay":
                 return float(low + (lr - low) * (1 - self._progress(update)) ** options.power)
+            case "wsd":
+                done = max(0.0, 1 - (self._end - update) / options.decay_updates)
+                return float(low + (lr - low) * (1 - min(1.0, done)) ** options.power)
             case "cosine":
                 return low + (lr - low) * (1 + math.cos(math.pi * self._progress(update))) / 2
 
@@ -196,6 +219,23 @@ class Schedule:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.step(state["updates"])
+
+
+def epochs_end(options: Training, updates: int) -> int:
+    """Return the step at which a schedule over ``max_epochs`` ends, which have that many updates; 0: unknown.
+
+    Raises:
+        RequestError: it is unknown, or leaves the schedule no step to fall in.
+    """
+    if not updates:
+        raise RequestError(
+            f"--lr-scheduler {options.lr_scheduler} over --max-epochs needs the number of samples, which this stream "
+            "does not tell: give --total-num-update or --max-updates"
+        )
+    epochs = f"{options.max_epochs} epoch" + "s" * (options.max_epochs != 1)
+    if conflict := schedule_conflict(options, updates, ends_at=f"step {updates}, with {epochs}"):
+        raise RequestError(f"{flag_of(conflict[0])} {conflict[1]}")
+    return updates
 
 
 class LossScaler:

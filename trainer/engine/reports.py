@@ -20,7 +20,14 @@ REPORT_EVERY_S = 2.0
 
 
 def announce(
-    ctx: WorkerContext, options: Training, *, samples: int, updates_per_epoch: int, first_update: int, parameters: int
+    ctx: WorkerContext,
+    options: Training,
+    *,
+    samples: int,
+    updates_per_epoch: int,
+    first_update: int,
+    last_update: int,
+    parameters: int,
 ) -> None:
     """Record the training plan; rank 0 only."""
     if ctx.rank != 0:
@@ -34,6 +41,7 @@ def announce(
             max_updates=options.max_updates,
             max_epochs=options.max_epochs,
             first_update=first_update,
+            last_update=last_update,
             parameters=parameters,
             loss_unit=ctx.loss_unit,
             tf32=ctx.tf32,

@@ -18,9 +18,9 @@ from trainer.contract.record import Finding
 from trainer.contract.record.checkpoints import checkpoints_in
 from trainer.engine import reports
 from trainer.engine.ema import WeightAverage
+from trainer.engine.end_conditions import Best
 from trainer.engine.evaluation import Evaluation, evaluate
 from trainer.engine.preparation import TrainingData
-from trainer.engine.stopping import Best
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task
 

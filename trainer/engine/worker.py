@@ -20,22 +20,22 @@ from trainer.checkpoint import CheckpointError, good_ones
 from trainer.contract import record
 from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.errors import ExitCode, NotKeptError, RequestError, TrainingError, printable, printable_lines
+from trainer.contract.fairseq_flags import remove_fairseq_flags
 from trainer.contract.options import Training, TrainingSpec
 from trainer.contract.outcome import NO_UPDATE_LEFT, is_lost_peer, lost_peer_text
 from trainer.contract.record import EventWriter, Failure, RankStateName, RunDir, recorded_checkpoints
 from trainer.contract.record.regular_file import read_whole
 from trainer.contract.schema import check, describe, read_flags
-from trainer.contract.seed_flags import remove_seed_flags
 from trainer.distributed import flight_recorder
 from trainer.engine import reports
 from trainer.engine.accelerator import prepare_environment, set_numerics
 from trainer.engine.checkpoint_evaluation import evaluate_checkpoint
 from trainer.engine.compared_options import task_request, training_request
+from trainer.engine.end_conditions import TrainingOutcome
 from trainer.engine.loop import Loop
 from trainer.engine.non_finite import NonFiniteError
 from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory
 from trainer.engine.starting_point import StartingPoint, open_start
-from trainer.engine.stopping import TrainingOutcome
 from trainer.engine.task_state import TASK_STATE
 from trainer.engine.worker_context import WorkerContext
 from trainer.environments import slurm_step
@@ -360,7 +360,7 @@ def _own_options(kind: type[Task], spec: TrainingSpec) -> tuple[Any, list[str]]:
     """Read the flags of a user's own task; return its options, and lines about flags without an effect."""
     schema = describe(kind.Options)
     values, rest = read_flags(spec.task_flags, schema)
-    rest, notes = remove_seed_flags(rest)
+    rest, notes = remove_fairseq_flags(rest)
     if rest:
         raise RequestError(f"{rest[0]} is not an option of the trainer or of task {spec.training.task}")
     flags = {option.name: option.flag for option in schema}

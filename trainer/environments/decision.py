@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from trainer.contract.backends import is_nccl
 from trainer.contract.errors import RequestError, quoted
 from trainer.contract.options import Distributed
 
@@ -176,9 +177,9 @@ def choose_backend(options: Distributed, device_count: int, *, shared: bool) -> 
     Raises:
         RequestError: nccl without a GPU, or on a shared one, which NCCL refuses.
     """
-    if options.distributed_backend == "nccl" and device_count == 0:
+    if is_nccl(options.distributed_backend) and device_count == 0:
         raise RequestError("--distributed-backend nccl needs GPUs, but the ranks here run on the CPU: use gloo or auto")
-    if options.distributed_backend == "nccl" and shared:
+    if is_nccl(options.distributed_backend) and shared:
         raise RequestError("--distributed-backend nccl refuses two ranks on one GPU: use gloo or auto")
     if options.distributed_backend != "auto":
         return options.distributed_backend

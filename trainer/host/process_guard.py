@@ -27,8 +27,13 @@ def die_with_process(parent_pid: int) -> None:
     it forked. A thread watches ``parent_pid`` itself, for a rank whose fork server was killed alone.
     """
     die_with_parent_process()
+    kill_at_end_of(parent_pid)
+
+
+def kill_at_end_of(pid: int) -> None:
+    """Kill this process as soon as another has ended, which a thread watches."""
     try:
-        handle = os.pidfd_open(parent_pid)
+        handle = os.pidfd_open(pid)
     except ProcessLookupError:
         _kill_self()
     else:

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trainer.contract.errors import RequestError, nearest
 from trainer.contract.task_options import DocNNOptions
 from trainer.data.dataset import SizedDataset
-from trainer.tasks.task import Task, classification_loss
+from trainer.tasks.task import Task, class_predictions, classification_loss
 from trainer.tasks.tsv import LabelledSentence, Table, read_tsv
 
 UNKNOWN, PAD = 0, 1
@@ -35,12 +35,16 @@ class Vocabulary(NamedTuple):
     def size(self) -> int:
         return len(self.words) + 2
 
+    def indices(self, text: str) -> list[int]:
+        """Return the index of each word of a text."""
+        return [self.words.get(word, UNKNOWN) for word in split_words(text)]
+
 
 class Sentences:
     """Dataset of encoded sentences and their classes."""
 
     def __init__(self, rows: Sequence[LabelledSentence], vocabulary: Vocabulary) -> None:
-        words = [[vocabulary.words.get(word, UNKNOWN) for word in split_words(row.text)] for row in rows]
+        words = [vocabulary.indices(row.text) for row in rows]
         self.lengths = [len(sentence) for sentence in words]
         flat = torch.tensor([word for sentence in words for word in sentence])
         self.sentences = torch.split(flat, self.lengths)
@@ -105,7 +109,7 @@ class DocNNTask(Task):
         """Use these words and labels in place of those of the training file."""
         words = state["words"].split("\n") if state["words"] else []
         labels = {label: index for index, label in enumerate(state["labels"])}
-        self._restored = Vocabulary({word: index + 2 for index, word in enumerate(words)}, labels)
+        self._vocabulary = self._restored = Vocabulary({word: index + 2 for index, word in enumerate(words)}, labels)
 
     def datasets(self) -> Mapping[str, SizedDataset]:
         """Read the files; words and labels are those of the training file, or those that were restored.
@@ -137,6 +141,10 @@ class DocNNTask(Task):
     def model(self) -> nn.Module:
         return DocNN(self.options, words=self._vocabulary.size, classes=len(self._vocabulary.labels))
 
+    def parameter_groups(self, model: nn.Module) -> Sequence[Mapping[str, Any]]:
+        """Return the output layer, which Muon does not train."""
+        return [{"params": [p for name, p in model.named_parameters() if name.startswith("output.")], "muon": False}]
+
     def sparse_parameters(self, model: nn.Module) -> Sequence[nn.Parameter]:
         """Return the embedding: a batch has a few hundred of its thousands of words."""
         return [parameter for name, parameter in model.named_parameters() if name == "embedding.weight"]
@@ -153,6 +161,13 @@ class DocNNTask(Task):
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, Mapping[str, Tensor]]:
         words, classes = batch
         return classification_loss(model(words), classes)
+
+    def predict(self, model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return the label of each ``text`` and the probability of every label."""
+        texts = [torch.tensor(self._vocabulary.indices(str(row["text"])) or [PAD]) for row in rows]
+        words = pad_sequence(texts, batch_first=True, padding_value=PAD)
+        logits = model(words.to(next(model.parameters()).device))
+        return class_predictions(logits, list(self._vocabulary.labels), "label")
 
 
 def split_words(text: str) -> list[str]:

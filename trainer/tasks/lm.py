@@ -182,19 +182,28 @@ class LanguageModel(Task):
     def sample(self, model: nn.Module) -> str | None:
         if not self.options.sample_bytes:
             return None
-        device = next(model.parameters()).device
-        # A separate generator, so that the random state of the training does not change.
-        generator = torch.Generator().manual_seed(0)
-        text = list(self.options.prompt.encode() or b"\n")
         training = model.training
         model.eval()
         with torch.no_grad():
-            for _ in range(self.options.sample_bytes):
-                seen = torch.tensor([text[-self.options.context :]], device=device)
-                logits = model(seen)[0, -1].float().cpu() / self.options.temperature
-                text.append(int(torch.multinomial(logits.softmax(0), 1, generator=generator)))
+            text = self._continued(model, self.options.prompt)
         model.train(training)
-        return decode_printable(bytes(text))
+        return decode_printable(text)
+
+    def predict(self, model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return each ``text`` continued by ``sample_bytes`` bytes."""
+        return [{"text": self._continued(model, str(row["text"])).decode("utf-8", "replace")} for row in rows]
+
+    def _continued(self, model: nn.Module, prompt: str) -> bytes:
+        """Return a text with ``sample_bytes`` more, drawn with the same random numbers for each."""
+        device = next(model.parameters()).device
+        # A separate generator, so that the random state of the training does not change.
+        generator = torch.Generator().manual_seed(0)
+        text = list(prompt.encode() or b"\n")
+        for _ in range(self.options.sample_bytes):
+            seen = torch.tensor([text[-self.options.context :]], device=device)
+            logits = model(seen)[0, -1].float().cpu() / self.options.temperature
+            text.append(int(torch.multinomial(logits.softmax(0), 1, generator=generator)))
+        return bytes(text)
 
 
 def byte_tensors(splits: Splits) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import gzip
 import math
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from trainer.contract.errors import RequestError
 from trainer.contract.task_files import idx_file, refuse_unreadable
 from trainer.contract.task_options import MnistOptions
 from trainer.data.dataset import SizedDataset
-from trainer.tasks.task import Task, classification_loss
+from trainer.tasks.task import Task, class_predictions, classification_loss
 
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081
 """Mean and standard deviation of the training images' pixels, scaled to 0…1."""
@@ -99,6 +99,27 @@ class MnistTask(Task):
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, Mapping[str, Tensor]]:
         images, digits = batch
         return classification_loss(model(images), digits)
+
+    def parameter_groups(self, model: nn.Module) -> Sequence[Mapping[str, Any]]:
+        """Return the output layer, which Muon does not train."""
+        return [{"params": [p for name, p in model.named_parameters() if name.startswith("output.")], "muon": False}]
+
+    def read_inputs(self, path: Path) -> Iterable[Mapping[str, Any]] | None:
+        """Return the images of an IDX file as ``pixels``; None for another file, whose lines are JSON."""
+        if "idx3-ubyte" not in path.name:
+            return None
+        return [{"pixels": image} for image in read_idx(path)]
+
+    def predict(self, model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return the digit of each image, and the probability of all ten; ``pixels``: 784 bytes, 0 is black."""
+        images = []
+        for row in rows:
+            image = torch.as_tensor(row["pixels"], dtype=torch.uint8)
+            if image.numel() != 28 * 28:
+                raise RequestError(f"{getattr(row, 'where', 'a row')}: pixels has {image.numel()} numbers, not 28 × 28")
+            images.append(image.reshape(28, 28))
+        logits = model(torch.stack(images).to(next(model.parameters()).device))
+        return class_predictions(logits, [str(digit) for digit in range(10)], "digit")
 
 
 def read_images(folder: Path, split: str) -> Images:

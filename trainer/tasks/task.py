@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import msgspec
@@ -97,6 +98,14 @@ class Task:
         """Return the task's own optimizer; None for that of the options."""
         return None
 
+    def parameter_groups(self, model: nn.Module) -> Sequence[Mapping[str, Any]]:
+        """Return groups of parameters with settings of their own; parameters in no group have those of the options.
+
+        A group is a dict of ``params`` and any of ``lr_scale``, a factor of the learning rate; ``weight_decay``; and
+        ``muon``: False keeps ``--optimizer muon`` from training its matrices, such as those of an output layer.
+        """
+        return ()
+
     def sparse_parameters(self, model: nn.Module) -> Sequence[nn.Parameter]:
         """Return the parameters with few nonzero rows in their gradient, such as a large embedding.
 
@@ -107,6 +116,19 @@ class Task:
     def metrics(self, totals: Mapping[str, float], count: float) -> dict[str, float]:
         """Turn sums over a whole split into the metrics of a validation."""
         return {name: total / count for name, total in totals.items()}
+
+    def predict(self, model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return a prediction for each input, as dicts of JSON's types; for ``gputrain predict``.
+
+        Called without ``datasets``: what the task knows of its data comes from ``load_state_dict``. A row has the
+        columns of a JSON object, or ``text``, a line; ``row[column]`` refuses a row that lacks one. The model is in
+        evaluation mode, without gradients, on the GPU if there is one.
+        """
+        raise TypeError(f"{type(self).__name__} has no predict()")
+
+    def read_inputs(self, path: Path) -> Iterable[Mapping[str, Any]] | None:
+        """Return the inputs in a file of a format of the task's own, for ``predict``; None to read lines."""
+        return None
 
     def sample(self, model: nn.Module) -> str | None:
         """Return a sample of the model's output as text, or None; called on rank 0."""
@@ -151,6 +173,15 @@ def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     return f"a {type(value).__name__}"
+
+
+def class_predictions(logits: Tensor, labels: Sequence[str], name: str) -> list[dict[str, Any]]:
+    """Return for each row of logits ``[N, C]`` the most probable label, as ``name``, and all ``probabilities``."""
+    chosen, shares = logits.argmax(dim=1).tolist(), logits.float().softmax(dim=1).tolist()
+    return [
+        {name: labels[best], "probabilities": dict(zip(labels, each, strict=True))}
+        for best, each in zip(chosen, shares, strict=True)
+    ]
 
 
 def classification_loss(logits: Tensor, classes: Tensor) -> tuple[Tensor, int, Mapping[str, Tensor]]:

@@ -20,6 +20,9 @@ Mark = Any
 
 Scalar = Tensor | float | None
 
+RUN_DELAY_INTERVAL_S = 50e-6
+"""Minimum time between two readings of the run delay: each costs a tenth of it, and a wait within it is negligible."""
+
 
 class HostClock:
     """Clock of a CPU rank; a mark is ready at once: the time and the run delay, both in seconds.
@@ -33,6 +36,7 @@ class HostClock:
     ) -> None:
         self._clock = clock
         self._waits = waits
+        self.counts_waits = waits is not None
         self._waited = 0.0
         """Run delay at the last mark that read it."""
         self._read_s = -math.inf
@@ -41,13 +45,13 @@ class HostClock:
     def enter_thread(self) -> None:
         """Prepare a thread other than the training thread to read marks."""
 
-    def mark(self, *, waits: bool = True) -> tuple[float, float]:
-        """Return a mark after all work that is queued on the device; without ``waits`` it repeats the run delay."""
+    def mark(self, *, waits: bool = True, every_s: float = RUN_DELAY_INTERVAL_S) -> tuple[float, float]:
+        """Return a mark after all work that is queued on the device.
+
+        Without ``waits``, or less than ``every_s`` after the last reading of the run delay, it repeats that.
+        """
         now = self._clock()
-        # Minimum time between two readings of the run delay: each costs a tenth of it, and a wait within it is
-        # negligible.
-        run_delay_interval_s = 50e-6
-        if waits and now - self._read_s > run_delay_interval_s and self._waits is not None:
+        if waits and now - self._read_s > every_s and self._waits is not None:
             self._waited, self._read_s = self._waits(), now
         return now, self._waited
 
@@ -66,6 +70,11 @@ class HostClock:
 
     def elapsed_ms(self, start: Mark, end: Mark) -> float:
         return float(end[0] - start[0]) * 1e3
+
+    def offsets_ms(self, start: Mark, marks: Iterable[Mark]) -> list[float]:
+        """Return the milliseconds from one mark to each of others."""
+        origin = start[0]
+        return [(at - origin) * 1e3 for at, _ in marks]
 
     def release(self, marks: Sequence[Mark]) -> None:
         """Put marks that are not read any more into the pool."""
@@ -94,7 +103,10 @@ class CudaClock:
         stream: Callable[[], Any] | None = None,
         set_device: Callable[[torch.device], None] = torch.cuda.set_device,
         peak_bytes: Callable[[torch.device], int] = torch.cuda.max_memory_allocated,
+        is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
     ) -> None:
+        self.is_capturing = is_capturing
+        """Whether the current stream is captured into a graph, where a mark has no time."""
         self._device = device
         self._set_device = set_device
         self._peak_bytes = peak_bytes
@@ -108,7 +120,7 @@ class CudaClock:
         # A new thread has GPU 0, where its first query of an event would create a context of half a GiB in each rank.
         self._set_device(self._device)
 
-    def mark(self, *, waits: bool = True) -> Any:
+    def mark(self, *, waits: bool = True, every_s: float = 0.0) -> Any:
         try:
             event = self._events.pop()
         except IndexError:  # no check before: a callback on another thread may take the last one
@@ -129,8 +141,15 @@ class CudaClock:
         milliseconds: float = start.elapsed_time(end)
         return milliseconds
 
+    def offsets_ms(self, start: Any, marks: Iterable[Any]) -> list[float]:
+        return [start.elapsed_time(mark) for mark in marks]
+
     def release(self, marks: Sequence[Any]) -> None:
         self._events.extend(marks)
+
+    def stream_handle(self) -> int:
+        """Return the handle of the device's current stream."""
+        return int(self._stream().cuda_stream)
 
     def memory_peak_bytes(self) -> int | None:
         return self._peak_bytes(self._device) or None

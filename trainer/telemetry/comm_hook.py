@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.distributed.sparse_rows import SparseRows
 from trainer.telemetry import join_context
 from trainer.telemetry.clocks import Clock, Mark
-from trainer.telemetry.torch_compile import leave_uncompiled
+from trainer.telemetry.collectives.collective_meter import uncounted
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -168,9 +168,8 @@ class BucketHook:
         self._hook: CommHook = (
             self._wrap_inner if self._inner is not None else self._reduce_and_wait if waits else self._reduce_async
         )
-        # A lambda has no annotations; those of this file are strings, which DDP would refuse.
-        registered: CommHook = lambda state, bucket: self._hook(state, bucket)  # noqa: E731
-        leave_uncompiled(registered, callees=True)
+        # A lambda: annotations of this file are strings, which DDP would refuse.
+        registered = uncounted(lambda state, bucket: self._hook(state, bucket))
         if relay is not None:
             relay.hook = registered
             return

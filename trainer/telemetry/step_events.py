@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple
 
 from trainer.contract.record import Step
 from trainer.telemetry.clocks import Clock, Mark
+from trainer.telemetry.collectives.collective_times import CollectiveTimes, collective_times, merged
+from trainer.telemetry.collectives.readings import StepCollectives
 from trainer.telemetry.comm_hook import Buckets
 from trainer.telemetry.ddp_log import SyncTimes
 
@@ -30,7 +32,7 @@ class StepReading(NamedTuple):
     """Unix seconds."""
     step: int
     epoch: int
-    samples: int
+    samples: int | None
     tokens: int | None
     lr: float | None
     gc_ms: float
@@ -49,12 +51,16 @@ class StepReading(NamedTuple):
     """Whether DDP's warm-up is over."""
     clock_set_ms: float | None = None
     """By how much the clock was set since the rank's start; None below a second."""
+    collectives: StepCollectives | None = None
+    """Collectives other than those of DDP's buckets; None where none are followed."""
 
     def all_marks(self) -> Iterator[Mark]:
         """Yield all marks, which must be ready before the step's times can be read."""
         yield from self.marks
         for buckets in self.syncs:
             yield from buckets.marks()
+        if self.collectives is not None:
+            yield from self.collectives.marks()
 
 
 def synchronisation(reading: StepReading, clock: Clock, layout: Sequence[int]) -> SyncTimes | None:
@@ -99,6 +105,14 @@ def step_event(
     step_ms = sum(laps_ms) - phase_ms.pop("excluded", 0.0)
     phase_ms.pop("other", None)
     other_ms = max(0.0, step_ms - sum(phase_ms.values())) if phase_ms else None
+    times = None
+    if reading.collectives is not None:
+        times = collective_times(reading.collectives, reading.phases, reading.marks[0], clock)
+        for name, exposed_ms in times.exposed_ms.items():
+            if name in phase_ms:
+                phase_ms[name] = max(0.0, phase_ms[name] - exposed_ms)
+        if other_ms is not None:
+            other_ms = max(0.0, other_ms - times.exposed_ms.get("other", 0.0))
     backward_ms = phase_ms.get("backward")
     if synchronised and backward_ms is not None:
         backward_ms = max(0.0, backward_ms - sync.exposed_ms) if sync is not None else None
@@ -124,7 +138,7 @@ def step_event(
         backward_ms=rounded(backward_ms),
         optimizer_ms=rounded(phase_ms.get("optimizer")),
         other_ms=rounded(other_ms),
-        core_wait_ms=_core_wait_ms(reading, clock, synchronised),
+        core_wait_ms=_core_wait_ms(reading, clock, synchronised, times),
     )
     if sync is not None and sync.stable:
         event.sync_ms, event.sync_exposed_ms = rounded(sync.sync_ms), rounded(sync.exposed_ms)
@@ -135,14 +149,29 @@ def step_event(
             )
         if sync.bucket_ms is not None:
             event.bucket_ms = [round(value, 4) for value in sync.bucket_ms]
+    if times is not None:
+        _add_collectives(event, times, measured=not synchronised or (sync is not None and sync.stable))
     return event
+
+
+def _add_collectives(event: Step, times: CollectiveTimes, *, measured: bool) -> None:
+    """Add the collectives of a step; ``measured`` if all other synchronisation in it was measured, or there is none."""
+    event.groups, event.calls = times.groups or None, times.calls or None
+    if not measured:
+        return
+    event.sync_exposed_ms = rounded((event.sync_exposed_ms or 0.0) + sum(times.exposed_ms.values()))
+    event.sync_ms = rounded((event.sync_ms or 0.0) + times.total_ms)
+    if event.sync_bytes is not None or event.sync_buckets is None:
+        event.sync_bytes = (event.sync_bytes or 0) + times.bytes
 
 
 def _non_finite(**numbers: float | None) -> list[str]:
     return [name for name, number in numbers.items() if number is not None and not math.isfinite(number)]
 
 
-def _core_wait_ms(reading: StepReading, clock: Clock, synchronised: bool) -> dict[str, float] | None:
+def _core_wait_ms(
+    reading: StepReading, clock: Clock, synchronised: bool, times: CollectiveTimes | None
+) -> dict[str, float] | None:
     """Return the run delay by phase; None where it is not counted, or not known for the synchronisation."""
     waits_ms = clock.waits_ms(reading.marks)
     if waits_ms is None:
@@ -158,15 +187,18 @@ def _core_wait_ms(reading: StepReading, clock: Clock, synchronised: bool) -> dic
         if in_sync > 0.0:
             by_phase["sync"] = in_sync
             by_phase["backward"] = by_phase.get("backward", 0.0) - in_sync
+    for name, waited in (times.core_wait_ms or {}).items() if times is not None else ():
+        by_phase[name] = by_phase.get(name, 0.0) - waited
+        by_phase["sync"] = by_phase.get("sync", 0.0) + waited
     return {phase: round(waited, 4) for phase, waited in by_phase.items() if waited > 0.0}
 
 
 def merge(steps: Sequence[Step]) -> Step:
     """Merge the events of consecutive steps of one rank.
 
-    Means are over the steps that have the value; ``samples`` and ``tokens`` are totals, tokens absent where a step has
-    none; other fields are of the last step. Single losses, step times and exposed synchronisations are kept as lists
-    in step order; a loss there has the seven digits of a 32-bit float.
+    Means are over the steps that have the value; ``samples`` and ``tokens`` are totals, absent where a step has none;
+    other fields are of the last step. Single losses, step times and exposed synchronisations are kept as lists
+    in step order; a loss there has the seven digits of a 32-bit float. Collectives are means over all steps.
     """
     last = steps[-1]
     if len(steps) == 1:
@@ -183,8 +215,8 @@ def merge(steps: Sequence[Step]) -> Step:
         lr=last.lr,
         clock_set_ms=last.clock_set_ms,
         steps=len(steps),
-        samples=sum([step.samples for step in steps]),
-        tokens=None if None in (tokens := [step.tokens for step in steps]) else sum(filter(None, tokens)),
+        samples=_total([step.samples for step in steps]),
+        tokens=_total([step.tokens for step in steps]),
         core_wait_ms=_mean_waits([step.core_wait_ms for step in steps if step.core_wait_ms is not None]),
         step_ms_each=[step.step_ms for step in steps],
         non_finite=list(dict.fromkeys(name for step in steps for name in step.non_finite)),
@@ -196,6 +228,11 @@ def merge(steps: Sequence[Step]) -> Step:
         event.sync_exposed_ms_each = [step.sync_exposed_ms for step in steps]
         event.sync_bytes, event.sync_buckets = synced[-1].sync_bytes, synced[-1].sync_buckets
         event.bucket_ms = next((step.bucket_ms for step in reversed(synced) if step.bucket_ms is not None), None)
+    if any(step.groups for step in steps):
+        event.groups = merged([step.groups for step in steps])
+        if synced and None not in (sizes := [step.sync_bytes for step in synced]):
+            event.sync_bytes = round(sum(filter(None, sizes)) / len(sizes))
+        event.calls = next((step.calls for step in reversed(steps) if step.calls), None)
     return event
 
 
@@ -207,6 +244,10 @@ def _mean_waits(counted: Sequence[Mapping[str, float]]) -> dict[str, float] | No
         for phase, waited in waits.items():
             total[phase] = total.get(phase, 0.0) + waited
     return {phase: round(waited / len(counted), 4) for phase, waited in total.items()}
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    return None if None in counts else sum(filter(None, counts))
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

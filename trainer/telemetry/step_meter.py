@@ -23,6 +23,7 @@ from trainer.host.boot import ClockSet
 from trainer.host.cores import core_waits
 from trainer.host.user_code import innermost_line
 from trainer.telemetry.clocks import Clock, CudaClock, HostClock, Mark, Scalar
+from trainer.telemetry.collectives.collective_meter import CollectiveMeter
 from trainer.telemetry.comm_hook import BucketHook, Buckets, CommHook, HookRelay
 from trainer.telemetry.ddp_log import DdpLog, total
 from trainer.telemetry.step_events import WARM_UP, Phase, StepReading
@@ -83,6 +84,7 @@ class StepMeter:
         self._rank = rank
         self._writer = writer
         self._detail_every = detail_every
+        self._collectives: CollectiveMeter | None = None
         self._hooks: list[BucketHook] = []
         self._logs: list[DdpLog] = []
         ddp = None if model is None else ddp_of(model)
@@ -152,6 +154,13 @@ class StepMeter:
         self._report_faults()
         return hook
 
+    def follow_collectives(self, collectives: CollectiveMeter, in_backward: Callable[[], bool]) -> None:
+        """Measure the collectives that this thread calls from here on, other than those of DDP's buckets."""
+        if self._enabled:
+            self._collectives = collectives
+            collectives.attach(self._clock, in_backward)
+            collectives.begin_step(self._phases)
+
     def read_log(self, ddp: DistributedDataParallel) -> None:
         """Read a model's synchronisation from DDP's logger from here on; on CPU ranks only."""
         self._logs.append(DdpLog(ddp))
@@ -164,6 +173,8 @@ class StepMeter:
         self._marks = [self._mark()]
         self._phases = []
         self._gc_s = 0.0
+        if self._collectives is not None:
+            self._collectives.begin_step(self._phases, detailed=self._detailed())
         self._paused = False
         self._thread = threading.get_ident()
 
@@ -173,7 +184,7 @@ class StepMeter:
         step: int,
         epoch: int,
         loss: Scalar = None,
-        samples: int,
+        samples: int | None,
         tokens: int | None = None,
         lr: float | None = None,
         grad_norm: Scalar = None,
@@ -181,9 +192,10 @@ class StepMeter:
     ) -> None:
         """End the step and start the next one. Tensors are copied from the device without synchronising.
 
-        Loss, samples and tokens are this rank's, the loss a mean in nats. The gradient norm is the global one after the
-        reduction, before clipping. ``grad_scale`` is a factor of the gradients during backward that is divided out
-        afterwards (a loss scale, a normalisation after the reduction): the local gradient norm is divided by it too.
+        Loss, samples and tokens are this rank's, the loss a mean in nats; None: not known. The gradient norm is the
+        global one after the reduction, before clipping. ``grad_scale`` is a factor of the gradients during backward
+        that is divided out afterwards (a loss scale, a normalisation after the reduction): the local gradient norm is
+        divided by it too.
         """
         if not self._enabled:
             return
@@ -210,12 +222,15 @@ class StepMeter:
                 syncs,
                 self._count >= WARM_UP,
                 self._clock_set.ms(),
+                None if self._collectives is None else self._collectives.take(),
             )
         )
         self._marks, self._phases = [end], []
         self._count += 1
         self._step = step
         self._gc_s = 0.0
+        if self._collectives is not None:
+            self._collectives.begin_step(self._phases, detailed=self._detailed())
         self._measure_sync()
 
     def discard(self) -> None:
@@ -239,6 +254,8 @@ class StepMeter:
         # Marks are dropped, not released: the device may not have reached them.
         del self._marks[phases + 1 :]
         del self._phases[phases:]
+        if self._collectives is not None:
+            self._collectives.exclude(phases)
         self._lap("excluded")
 
     def pause(self) -> None:
@@ -261,6 +278,8 @@ class StepMeter:
         self._recorder.flush()
         self._report_faults()
         gc.callbacks.remove(self._on_gc)
+        if self._collectives is not None:
+            self._collectives.close()
         self._enabled = False
         self.lap = _no_lap
 
@@ -280,13 +299,16 @@ class StepMeter:
         """
         if not self._hooks:
             return
-        every, count = self._detail_every, self._count
-        detailed = bool(every) and (count == WARM_UP or (count > WARM_UP and count % every == 0))
+        detailed = self._detailed()
         for hook in self._hooks:
             if detailed or not self._logs:
                 hook.measure(detailed=detailed)
             else:
                 hook.stop_measuring()
+
+    def _detailed(self) -> bool:
+        every, count = self._detail_every, self._count
+        return bool(every) and (count == WARM_UP or (count > WARM_UP and count % every == 0))
 
     def _process_readings(self, last: bool) -> None:
         """Turn readings into events; called by the writer's thread."""
@@ -309,7 +331,8 @@ class StepMeter:
             return
         phases = self._phases.copy()  # the training thread appends to it
         part: Any = self.part_after(phases[-1] if phases else None)
-        if part == "backward" and any(hook.waiting for hook in self._hooks):
+        blocked_in = "" if self._collectives is None else self._collectives.blocked_in()
+        if blocked_in or (part == "backward" and any(hook.waiting for hook in self._hooks)):
             part = "sync"
         elif is_compiling():
             part = "compile"
@@ -330,6 +353,7 @@ class StepMeter:
                 parts_done=len(phases) + (part == "sync"),
                 waited_ms=round(waited_s * 1e3, 1),
                 collectives=flight_recorder.dump(),
+                waits_in=blocked_in,
                 line=innermost_line(self._thread),
             )
         )
@@ -341,7 +365,13 @@ class StepMeter:
             self._gc_s += self._host_clock() - self._gc_started
 
     def _report_faults(self) -> None:
-        sources: list[StepRecorder | DdpLog | BucketHook] = [self._recorder, *self._logs, *self._hooks]
+        sources: list[StepRecorder | DdpLog | BucketHook | CollectiveMeter] = [
+            self._recorder,
+            *self._logs,
+            *self._hooks,
+        ]
+        if self._collectives is not None:
+            sources.append(self._collectives)
         for source in sources:
             if source.fault is None:
                 continue

@@ -10,8 +10,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from trainer.contract.record import EventWriter, Step
+from trainer.contract.record import CollectiveGroup, EventWriter, Step
 from trainer.telemetry.clocks import Clock
+from trainer.telemetry.collectives.group_names import NamedGroup
 from trainer.telemetry.step_events import StepReading, merge, step_event, synchronisation
 
 MERGE_INTERVAL_S = 0.05
@@ -44,6 +45,8 @@ class StepRecorder:
         self._pending: deque[StepReading] = deque()
         self.add: Callable[[StepReading], None] = self._pending.append
         """Queue the readings of a step; called between two steps."""
+        self._groups_written = 0
+        """Process groups of which the record knows, in the order of ``StepCollectives.groups``."""
         self._unmerged: list[Step] = []
         """Complete steps that may share an event with later ones."""
         self._has_sync = False
@@ -100,6 +103,9 @@ class StepRecorder:
         event = step_event(
             reading, clock, sync, rank=self._rank, synchronised=self.synchronised, wire_ratio=self._wire_ratio
         )
+        if reading.collectives is not None:
+            self._write_groups(reading.collectives.groups, reading.time)
+            clock.release(reading.collectives.spent_marks())
         clock.release(reading.marks[:-1])  # the last one is the first of the next step
         for buckets in reading.syncs:
             clock.release(buckets.marks())
@@ -113,3 +119,14 @@ class StepRecorder:
         # The first step is written at once; and a clock that was set back must not delay events.
         if not 0.0 <= event.time - self._last_written_s < MERGE_INTERVAL_S:
             self._flush()
+
+    def _write_groups(self, groups: Sequence[NamedGroup], time: float) -> None:
+        """Write the process groups that are new, before a step that has collectives of them."""
+        while self._groups_written < len(groups):
+            group = groups[self._groups_written]
+            self._writer.write(
+                CollectiveGroup(
+                    time=time, rank=self._rank, name=group.name, ranks=list(group.ranks), backend=group.backend
+                )
+            )
+            self._groups_written += 1

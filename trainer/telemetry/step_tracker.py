@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,9 +54,11 @@ class StepTracker:
         self.step = first_step
         self.epoch = 0
         """From 1; 0 before the first."""
-        self.samples = 0
+        self.samples: int | None = 0
         self.tokens: int | None = None
         """Of the step so far; None where they are not known."""
+        self._counts_samples = False
+        """Whether a step had samples: those of earlier ones are not known."""
         self.loss: Scalar = None
         self.grad_scale: Scalar = 1.0
         """Factor of the gradients in the backward pass."""
@@ -141,11 +143,12 @@ class StepTracker:
         """End the step and start the next one."""
         self.step += 1
         lr = optimizer.param_groups[0]["lr"]
+        self._counts_samples |= bool(self.samples)
         self.meter.end(
             step=self.step,
             epoch=max(1, self.epoch),
             loss=self.loss,
-            samples=self.samples,
+            samples=self.samples if self._counts_samples else None,
             tokens=self.tokens,
             lr=None if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr),
             grad_scale=self.grad_scale,
@@ -248,17 +251,16 @@ def _is_replicated(model: nn.Module) -> bool:
     return holders == dist.get_world_size()
 
 
-def first_tensor(values: Any, depth: int = NESTING) -> Tensor | None:
-    """Return the first tensor with dimensions among a model's arguments, also in lists and dictionaries."""
+def tensors_of(values: Any, depth: int = NESTING) -> Iterator[Tensor]:
+    """Yield the tensors with dimensions among a model's arguments, also in lists and dictionaries."""
     if isinstance(values, Tensor):
-        return values if values.dim() else None
+        if values.dim():
+            yield values
+        return
     if isinstance(values, Mapping):
         values = values.values()
     elif not isinstance(values, Sequence) or isinstance(values, str | bytes):
-        return None
+        return
     if depth:
         for value in values:
-            tensor = first_tensor(value, depth - 1)
-            if tensor is not None:
-                return tensor
-    return None
+            yield from tensors_of(value, depth - 1)

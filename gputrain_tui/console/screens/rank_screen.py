@@ -19,6 +19,7 @@ from gputrain_tui.console.panel_container import (
 )
 from gputrain_tui.console.screens.chart_screen import ChartScreen
 from gputrain_tui.console.widgets.canvas import SCROLL_KEYS, Copyable
+from gputrain_tui.console.widgets.collectives_view import CollectivesView
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.log_view import LogView
 from gputrain_tui.console.widgets.rank_facts import RankFacts, facts, facts_height
@@ -34,10 +35,14 @@ if TYPE_CHECKING:
 CHART_IDS = ("loss", "sync", "step")
 
 
-def arrange_rank(width: int, height: int, *, facts: int, below: str) -> dict[str, Region]:
+TEXT_IDS = ("log", "stack", "groups")
+
+
+def arrange_rank(width: int, height: int, *, facts: int, below: str, beside: str = "stack") -> dict[str, Region]:
     """Return the visible panels and their regions in an area.
 
-    ``facts``: lines of the figures, which stand on top; ``below``: the panel shown last by its key, visible below them.
+    ``facts``: lines of the figures, which stand on top; ``below``: the panel shown last by its key, visible below them;
+    ``beside``: the text panel beside the log where there is room for both, if ``below`` is none.
     """
     if width < 1 or height < 1:
         return {}
@@ -53,7 +58,7 @@ def arrange_rank(width: int, height: int, *, facts: int, below: str) -> dict[str
         elif below not in order:
             order[-1] = below
         return {"facts": top, **place_in_grid(rest, order, columns)}
-    text = below if below in ("log", "stack") else "log"
+    text = below if below in TEXT_IDS else "log"
     charts, bottom = rest.split_horizontal(rest.height // 2)
     each = (width - 2 * GAP_CELLS) // 3
     placed = {
@@ -63,9 +68,10 @@ def arrange_rank(width: int, height: int, *, facts: int, below: str) -> dict[str
         for index, name in enumerate(CHART_IDS)
     }
     if size == "wide":
-        log, stack = bottom.split_vertical(width * 3 // 5)
+        log, right = bottom.split_vertical(width // 2 if beside == "groups" else width * 3 // 5)
+        beside = text if text != "log" else beside
         return {"facts": top, **placed, "log": log,
-                "stack": Region(stack.x + GAP_CELLS, stack.y, stack.width - GAP_CELLS, stack.height)}  # fmt: skip
+                beside: Region(right.x + GAP_CELLS, right.y, right.width - GAP_CELLS, right.height)}  # fmt: skip
     return {"facts": top, **placed, text: bottom}
 
 
@@ -85,6 +91,8 @@ class RankScreen(ChartScreen):
         self._request = ""
         """Request for stacks whose answer is awaited; empty if none is."""
         self._requested_at = 0.0
+        self._in_groups = False
+        """Whether the panels are placed for a rank with collectives in process groups."""
 
     def compose(self) -> ComposeResult:
         live = self.live
@@ -95,6 +103,7 @@ class RankScreen(ChartScreen):
             yield self.band_chart("sync_exposed_ms", id="sync")
             yield self.band_chart("step_ms", id="step")
             yield StackView(id="stack")
+            yield CollectivesView(live, self.rank, id="groups")
             yield LogView(live.run.dir, rank=self.rank, live=live, id="log")
         yield KeyBar(self.PLACE, over=lambda: live.over)
 
@@ -104,14 +113,22 @@ class RankScreen(ChartScreen):
 
     def tick(self) -> None:
         self._show_arrived_stack()
+        if self._in_groups != self._has_groups():
+            self.place_panels()
         super().tick()
 
     def place_panels(self) -> None:
         width, height = self.panel_size
         count = len(facts(self.live.state, self.rank, 0.0))
+        self._in_groups = self._has_groups()
+        beside = "groups" if self._in_groups else "stack"
         self.query_one(PanelContainer).place(
-            arrange_rank(width, height, facts=facts_height(width, count), below=self.choice)
+            arrange_rank(width, height, facts=facts_height(width, count), below=self.choice, beside=beside)
         )
+
+    def _has_groups(self) -> bool:
+        view = self.live.state.ranks.get(self.rank)
+        return view is not None and bool(view.groups.recent)
 
     # Actions
 
@@ -124,10 +141,12 @@ class RankScreen(ChartScreen):
             widget.focus()
 
     @property
-    def _text(self) -> StackView | LogView:
-        """The visible text panel: the stack if it was requested last, else the log."""
-        stack = self.query_one(StackView)
-        return stack if stack.display and self.choice == "stack" else self.query_one(LogView)
+    def _text(self) -> StackView | CollectivesView | LogView:
+        """The text panel that keys scroll: stack or collectives if they were shown last, else the log."""
+        for name, panel in (("stack", self.query_one(StackView)), ("groups", self.query_one(CollectivesView))):
+            if panel.display and self.choice == name:
+                return panel
+        return self.query_one(LogView)
 
     def action_scroll_by(self, lines: int) -> None:
         self._text.wheel(lines)
@@ -136,7 +155,9 @@ class RankScreen(ChartScreen):
         self._text.action_edge(side)
 
     def copyable(self) -> Copyable | None:
-        """Return the stack, else the rank's failure, else the line of the log under its cursor."""
+        """Return the stack or collectives shown last, else the rank's failure, else the line under the log's cursor."""
+        if self.choice == "groups" and (shown := self.query_one(CollectivesView).copyable()) is not None:
+            return shown
         failure = self.live.state.rank(self.rank).failure
         stack = self.query_one(StackView).copyable()
         if stack is None and failure is not None:
@@ -152,6 +173,7 @@ class RankScreen(ChartScreen):
         self._request = ""
         self.query_one(StackView).show([])
         self.query_one(LogView).show_rank(self.rank)
+        self.query_one(CollectivesView).show_rank(self.rank)
         self._highlight_rank(self.rank)
         self.place_panels()
 

@@ -92,13 +92,15 @@ def _raised(finding: Finding, members: Sequence[Finding] = (), *, cleared: bool)
 
 def _failed(failure: Failure) -> FindingEntry:
     at = f" at step {failure.step:,}" if failure.step is not None else ""
+    kind = "" if failure.kind == "signal" else failure_words(failure)  # its message names it
+    lead = f"{kind}{at}".strip()
     return FindingEntry(
         key=(failure.kind, failure.rank, failure.time),
         time=failure.time,
         severity="critical",
         rank=failure.rank,
         where=failure.host or "",
-        message=f"{failure_words(failure)}{at}: {printable(failure.message)}",
+        message=": ".join(filter(None, [lead, printable(failure.message)])),
         short=failure_summary(failure),
         last_line=printable((failure.traceback or "").strip().splitlines()[-1]) if failure.traceback else "",
     )

@@ -146,8 +146,9 @@ def draw_heat(heat: Heat, width: int, height: int, *, symbols: bool = False) -> 
     legend: Row = [("ms ", "dim"), levels[0]]
     for level, limit in zip(levels[1:], limits, strict=True):
         legend += [(f" {limit:g} ", "dim"), level]
+    legend.append(("+", "dim"))
     if row_cells(left) + row_cells(legend) + 4 > width:
-        legend = [("0 ", "dim"), *levels, (f" {limits[-1]:g} ms", "dim")]
+        legend = [("0 ", "dim"), *levels, (f" {limits[-1]:g}+ ms", "dim")]
     rows = [title_row(width, left, [legend])]
     groups = -(-heat.ranks // heat.group)
     half_lines = _stretch(groups, heat.group, lines)

@@ -51,7 +51,8 @@ class OverlayLine:
     """A value per column, two columns per cell; NaN: none."""
     value: float
     best: float | None = None
-    samples_per_s: float | None = None
+    rate: tuple[float | None, str] = (None, "samples/s")
+    """Mean rate and its unit, ``samples/s`` or ``steps/s``."""
     sync_share: float | None = None
     """Share of the step time spent waiting for the gradient synchronisation, 0 to 1."""
 
@@ -59,6 +60,7 @@ class OverlayLine:
 TITLES: dict[Measure, tuple[str, str]] = {
     "loss": ("loss", "mean of the ranks"),
     "samples_per_s": ("throughput", "samples/s of all ranks"),
+    "steps_per_s": ("throughput", "steps/s"),
     "sync_exposed_ms": ("sync wait", "ms"),
 }
 
@@ -136,9 +138,10 @@ def legend(lines: Sequence[OverlayLine], width: int) -> list[Row]:
             (loss_text(line.best).rjust(8), "bright"),
         ]
         if is_wide:
-            rate = EMPTY if line.samples_per_s is None else format_short(line.samples_per_s, 9).strip()
+            value, unit = line.rate
+            rate = EMPTY if value is None else format_short(value, 9).strip()
             waited = EMPTY if line.sync_share is None else f"{line.sync_share:.1%}"
-            row += [("  samples/s", "dim"), (rate.rjust(10), "bright"), ("  sync", "dim"), (waited.rjust(8), "bright")]
+            row += [(unit.rjust(11), "dim"), (rate.rjust(10), "bright"), ("  sync", "dim"), (waited.rjust(8), "bright")]
         rows.append(fit_row(row, width))
     return rows
 
@@ -148,7 +151,7 @@ class CurveReader:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.history = CurveHistory(run.status.world_size)
+        self.history = CurveHistory(run.status.recorded_ranks)
         self.behind = True
         self._reader = RunReader(run.dir)
 
@@ -225,16 +228,19 @@ class OverlayChart(Canvas):
         late_start_share = 0.1  # share of the axis beyond which it begins at the first step of resumed runs, not at 0
         if self.over_time or first <= late_start_share * last:
             first = 0.0
+        measure, rates = self.measure, [history.rates for history in histories]
+        if measure == "samples_per_s" and not any(each.samples_per_s for each in rates):
+            measure = "steps_per_s"
         lines = []
         for reader, history in zip(self._readers, histories, strict=True):
-            points = history.points(columns, over_time=self.over_time, smoothing=self.smoothing, measure=self.measure)
+            points = history.points(columns, over_time=self.over_time, smoothing=self.smoothing, measure=measure)
             lines.append(
                 OverlayLine(
                     name=reader.run.id,
                     values=resampled(points, columns, last, first=first),
                     value=history.loss,
                     best=history.best_validation,
-                    samples_per_s=history.samples_per_s,
+                    rate=history.rates.rate,
                     sync_share=history.sync_share,
                 )
             )
@@ -244,6 +250,6 @@ class OverlayChart(Canvas):
         gap: list[Row] = [[]] if names and height >= 20 else []
         chart = draw_overlay(
             lines, width, height - len(names) - len(gap), first=first, last=last, over_time=self.over_time,
-            measure=self.measure, scale=self.scale, notes=notes,
+            measure=measure, scale=self.scale, notes=notes,
         )  # fmt: skip
         return chart + names + gap

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +27,13 @@ class RankRow(NamedTuple):
 
     view: RankView
     late_ms: float | None
+    in_steps: bool = False
+    """Whether its rate is in steps a second, because no rank counts samples."""
+
+
+def rate_in_steps(views: Iterable[RankView]) -> bool:
+    """Return whether no rank counts samples although some have done steps."""
+    return not any(view.totals.samples for view in views) and any(view.totals.steps for view in views)
 
 
 def _state(row: RankRow) -> str | None:
@@ -42,6 +49,10 @@ def _use(row: RankRow) -> float | None:
     elif row.view.process is not None:
         use = row.view.process.cpu_percent
     return use
+
+
+def _rate(row: RankRow) -> float | None:
+    return row.view.sums.steps_per_s if row.in_steps else row.view.sums.samples_per_s
 
 
 def _mean_ms(key: str, title: str, width: int, order: int) -> Column[RankRow]:
@@ -62,7 +73,7 @@ COLUMNS: tuple[Column[RankRow], ...] = (
     number_column("loss", 7, 2, lambda row: row.view.loss, digits=4),
     _of_step("norm", "g.norm", 6, 12, "grad_norm", 3),
     _of_step("local", "g.own", 6, 16, "local_grad_norm", 3),
-    number_column("rate", 7, 7, lambda row: row.view.sums.samples_per_s, title="smp/s", digits=1),
+    number_column("rate", 7, 7, _rate, title="smp/s", digits=1),
     _mean_ms("data", "data ms", 7, 10),
     _mean_ms("forward", "fwd ms", 6, 9),
     _mean_ms("backward", "bwd ms", 6, 8),
@@ -73,6 +84,8 @@ COLUMNS: tuple[Column[RankRow], ...] = (
                   title="mem GiB", digits=1),
     number_column("use", 5, 15, _use, title="use %"),
 )  # fmt: skip
+RATE_IN_STEPS = "steps/s"
+"""Title of the column ``rate`` where no rank counts samples."""
 BY_KEY = {column.key: column for column in COLUMNS}
 
 
@@ -153,7 +166,8 @@ def layout(width: int, ranks: int, hosts: Collection[str]) -> list[PlacedColumn]
 def sort_ranks(views: Sequence[RankView], late: Lateness, key: str, *, descending: bool) -> list[RankView]:
     """Return the ranks sorted by a column, equal values by rank; ranks without a value come last."""
     get = BY_KEY[key].value
-    values = {view.rank: get(RankRow(view, late.get(view.rank))) for view in views}
+    in_steps = rate_in_steps(views)
+    values = {view.rank: get(RankRow(view, late.get(view.rank), in_steps)) for view in views}
     known = {rank: value for rank, value in values.items() if value is not None and value == value}
     by_rank = sorted(views, key=lambda view: view.rank)
     present: list[Any] = [view for view in by_rank if view.rank in known]

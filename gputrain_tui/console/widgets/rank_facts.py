@@ -33,12 +33,16 @@ def facts(state: RunState, rank: int, now: float, *, standing_still: bool = Fals
     reported = EMPTY
     if view.time is not None and state.ended is None:
         reported = f"{duration(max(0.0, now - view.time))} ago"
+    counts_samples = bool(view.totals.samples)
+    rate = sums.samples_per_s if counts_samples else sums.steps_per_s
+    rates = {"samples/s" if counts_samples or not last else "steps/s": EMPTY if standing_still else format_value(rate)}
+    if counts_samples:
+        rates["samples"] = f"{view.totals.samples:,}"
     figures = {
         "last report": reported,
         "step": f"{view.step:,}" if last else EMPTY,
         "loss": loss_text(view.loss),
-        "samples/s": EMPTY if standing_still else format_value(sums.samples_per_s),
-        "samples": f"{view.totals.samples:,}" if last else EMPTY,
+        **rates,
         "gradient norm": format_value(last.grad_norm if last else None),
         "own grad norm": format_value(last.local_grad_norm if last else None),
         "step ms": format_value(sums.mean_step_ms),

@@ -21,10 +21,12 @@ from gputrain_tui.console.widgets.rank_columns import (
     goes_down,
     layout,
     rank_filter,
+    rate_in_steps,
     sort_ranks,
 )
 from gputrain_tui.console.widgets.rank_table import HEAD_LINES, GridView, draw_grid, visible_ranks
 from gputrain_tui.state import RankView
+from gputrain_tui.state.finding_text import named_ranks
 
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
@@ -236,6 +238,7 @@ class RankGrid(Panel, can_focus=True):
                 rows=self._arranged,
                 ranks=len(self.live.state.ranks),
                 late=self.live.state.lateness(),
+                in_steps=rate_in_steps(self.live.state.ranks.values()),
                 span=self.live.state.span,
                 warned=self._warned,
                 fresh=self._fresh(visible, now),
@@ -265,9 +268,11 @@ class RankGrid(Panel, can_focus=True):
         """Filter and sort the ranks."""
         state, late = self.live.state, self.live.state.lateness()
         self._arranged_at, self._arranged_version = now, self.live.version
-        self._warned = {rank for _, rank in state.findings if rank is not None}
+        self._warned = named_ranks(state.findings.values())
         self._hosts = {view.host for view in state.ranks.values() if view.host}
-        kept = [view for rank, view in state.ranks.items() if self._filter.keeps(RankRow(view, late.get(rank)))]
+        in_steps = rate_in_steps(state.ranks.values())
+        ranks = (RankRow(view, late.get(rank), in_steps) for rank, view in state.ranks.items())
+        kept = [row.view for row in ranks if self._filter.keeps(row)]
         self._arranged = sort_ranks(kept, late, self.sort_key, descending=self.descending)
 
     def _fresh(self, visible: Sequence[RankView], now: float) -> set[int]:

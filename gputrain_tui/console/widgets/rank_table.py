@@ -17,7 +17,14 @@ from gputrain_tui.console.widgets.drawing import (
     scroll_thumb,
     title_row,
 )
-from gputrain_tui.console.widgets.rank_columns import BY_KEY, Lateness, PlacedColumn, RankRow, layout
+from gputrain_tui.console.widgets.rank_columns import (
+    BY_KEY,
+    RATE_IN_STEPS,
+    Lateness,
+    PlacedColumn,
+    RankRow,
+    layout,
+)
 from gputrain_tui.state import RankView
 from gputrain_tui.state.rank_state import RANK_OUTCOMES
 from gputrain_tui.tables import printable
@@ -46,6 +53,8 @@ class GridView:
     """Whether a rank failed: the ranks that ended because of it are dimmed."""
     standing_still: bool = False
     """Whether no step has come for long: throughputs are left out, and ``training`` becomes ``no step``."""
+    in_steps: bool = False
+    """Whether rates are in steps a second, because no rank counts samples."""
     span: str = ""
     """Steps that the means are taken over, as text."""
     ended: str = ""
@@ -92,8 +101,12 @@ def _head(grid: GridView, width: int, visible: int) -> Row:
         rights.append([(f"{grid.top + 1:,}–{last:,}", "dim")])
     if grid.sort_key != "rank" or grid.descending:
         direction = "down" if grid.descending else "up"
-        rights.append([(f"by {BY_KEY[grid.sort_key].title}, {direction}", "dim")])
+        rights.append([(f"by {_title(grid, grid.sort_key)}, {direction}", "dim")])
     return title_row(width, left, rights)
+
+
+def _title(grid: GridView, key: str) -> str:
+    return RATE_IN_STEPS if key == "rate" and grid.in_steps else BY_KEY[key].title
 
 
 def _titles(grid: GridView, columns: Sequence[PlacedColumn]) -> Row:
@@ -104,7 +117,7 @@ def _titles(grid: GridView, columns: Sequence[PlacedColumn]) -> Row:
         column = placed.column
         chosen = column.key == grid.sort_key
         if column.is_number:  # the arrow may stand in the gap before the column
-            text = f"{arrow if chosen else ''}{column.title}".rjust(placed.width)
+            text = f"{arrow if chosen else ''}{_title(grid, column.key)}".rjust(placed.width)
         else:
             text = f"{column.title}{arrow if chosen else ''}"[: placed.width].ljust(placed.width)
         row += [(" " * (placed.end - len(text) - at), "base"), (text, "accent" if chosen else "column")]
@@ -114,7 +127,7 @@ def _titles(grid: GridView, columns: Sequence[PlacedColumn]) -> Row:
 
 def _line(grid: GridView, view: RankView, columns: Sequence[PlacedColumn]) -> Row:
     """Return one rank's line, bright if it changed recently."""
-    row = RankRow(view, grid.late.get(view.rank))
+    row = RankRow(view, grid.late.get(view.rank), grid.in_steps)
     failed = view.display_state == "failed"
     warned = view.rank in grid.warned
     sign = ("▸ " if view.rank == grid.cursor else "  ", "accent")

@@ -88,6 +88,10 @@ class RunHeading:
     condition: Sequence[Row] = ()
     """Condition of the run, the longest form first."""
     note: str = ""
+    joins: bool = False
+    """Whether some ranks have not joined the others yet."""
+    unmeasured: str = ""
+    """Why no step of a script is measured; empty where that is not known."""
 
 
 def draw_header(head: RunHeading, width: int, height: int) -> list[Row]:
@@ -145,7 +149,8 @@ def _figures(head: RunHeading, width: int) -> Row:
         return [(f" {tested.split} ", "dim"), (printable(shown), "title")]
     if not s.step:
         over = head.status in (*ENDED, "lost")
-        return [(" no step was made" if over else " no step yet: ranks are joining", "dim")]
+        text = "no step was measured" if over else "no step yet: ranks are joining" if head.joins else "no step yet"
+        return [(f" {printable(head.unmeasured or text)}", "dim")]
     total = f"{head.total:,}" if head.total else ""
     step = f"{s.step:,}".rjust(max(len(total), 5))
     epochs = f"{s.epoch or EMPTY}" + (f"/{head.max_epochs}" if head.max_epochs else "")
@@ -165,7 +170,8 @@ def _figures(head: RunHeading, width: int) -> Row:
     if still is not None:
         fields.append((1, [(still.text, "bright" if still.activity else "warning")]))
     if head.status != "lost" and not (still is not None and still.is_long):  # else the rates are out of date
-        fields.append((3, [(_rate(s.samples_per_s), "bright"), (" samples/s", "dim")]))
+        rate, unit = s.rate
+        fields.append((3, [(_rate(rate), "bright"), (f" {unit}", "dim")]))
         if s.tokens_per_s:
             fields.append((9, [(_rate(s.tokens_per_s), "bright"), (" tokens/s", "dim")]))
         if s.mfu is not None:
@@ -234,6 +240,8 @@ def heading(live: LiveRun) -> RunHeading:
         reading=live.reading,
         condition=run_condition(state, live.status, live.standstill),
         note=_note(live),
+        joins=bool(state.missing),
+        unmeasured=state.unmeasured,
     )
 
 

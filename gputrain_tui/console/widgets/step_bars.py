@@ -55,7 +55,7 @@ def phases_of(view: RankView) -> tuple[float, ...] | None:
     """Return the milliseconds of each phase of a rank's mean step, by the phases' shares; None if not measured."""
     sums = view.sums
     step_ms = sums.mean_step_ms
-    if step_ms is None or sums.share("data") is None:
+    if step_ms is None or sums.share("other") is None:
         return None
     return tuple(step_ms * (sums.share(phase) or 0.0) for phase in PHASES)
 

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from gputrain_tui.history.export.steps import RankExtent, SingleStep
 from gputrain_tui.history.export.tensorboard_folder import hyper_parameters, over_ranks, validation_scalars
 from gputrain_tui.history.follow import Follower
-from trainer.contract.record import RunDir, RunEnded, RunStarted, Step, Validation, decode_events
+from gputrain_tui.history.known_ranks import KnownRanks
+from trainer.contract.record import RunDir, RunEnded, RunStarted, Step, Validation, World
 
 
 class Sink(Protocol):
@@ -76,8 +77,10 @@ class LiveScalars:
     """The streams of a run: a stream of steps for each rank, one over all ranks, and one of evaluations."""
 
     def __init__(self, run_dir: RunDir, world_size: int, sink: Sink) -> None:
-        self._follower = Follower(run_dir.events, ".ndjson")
-        self._world_size = world_size
+        self._known = KnownRanks(run_dir)
+        self._follower = Follower(run_dir.events, ".ndjson", only=self._known)
+        self._worlds = [(0, world_size)]
+        """Numbers of ranks, each with the first attempt that has them, ascending."""
         self._sink = sink
         self.ended = False
         """Whether the record has the end of the run."""
@@ -85,6 +88,8 @@ class LiveScalars:
         self._rows: dict[tuple[int, int], dict[int, SingleStep]] = {}
         """Steps that only some ranks have recorded so far: by attempt and number, then by rank."""
         self._order: list[tuple[int, int]] = []
+        self._complete = (0, 0)
+        """The newest of these that all ranks of its attempt have recorded."""
 
     def poll(self) -> bool:
         """Forward the appended values; return whether any file has grown."""
@@ -93,10 +98,13 @@ class LiveScalars:
         budget_bytes = 1 << 20
         for name, lines in self._follower.poll(budget_bytes):
             has_grown = True
-            events = decode_events(lines, self._world_size)
+            events = self._known.decode(lines)
+            self._worlds += [(event.attempt, event.world_size) for event in events if isinstance(event, World)]
             if name == "run":
                 for event in events:
                     self.ended = isinstance(event, RunEnded) or (self.ended and not isinstance(event, RunStarted))
+                    if isinstance(event, RunStarted):
+                        self._worlds[0] = (0, event.world_size)
             elif name.isdecimal():
                 rank = int(name)
                 reading = self._readings.setdefault(rank, RankExtent(rank=rank))
@@ -108,6 +116,8 @@ class LiveScalars:
                         self._sink.validation(event)
                     else:
                         reading.note(event)
+        if not self._follower.backlog_bytes:
+            self._emit_through(self._complete)
         return has_grown
 
     def finish(self) -> None:
@@ -128,10 +138,17 @@ class LiveScalars:
         # Maximum number of steps that wait for some rank; beyond that the oldest is written without it, as for a
         # script whose ranks form no group.
         max_rows = 10_000
-        if len(self._rows[key]) == self._world_size:
-            while self._order and self._order[0] <= key:  # earlier steps are in it if a rank has skipped them
-                self._emit_first()
+        world_size = [size for first, size in self._worlds if first <= single.attempt][-1]
+        if len(self._rows[key]) == world_size:
+            self._complete = max(self._complete, key)
+            if self._order[0][0] == single.attempt:  # else a rank that is gone may have steps of an earlier attempt
+                self._emit_through(key)
         elif len(self._rows) > max_rows:
+            self._emit_first()
+
+    def _emit_through(self, key: tuple[int, int]) -> None:
+        """Forward the steps up to a complete one, also those that a rank has skipped."""
+        while self._order and self._order[0] <= key:
             self._emit_first()
 
     def _emit_first(self) -> None:

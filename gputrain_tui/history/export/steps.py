@@ -169,7 +169,7 @@ class RecordedSteps:
         for name in names:
             for lines in self._lines(name, READ_BYTES[1], counted=False):
                 kept = [line for line in lines.splitlines(keepends=True) if not line.startswith(FREQUENT_EVENTS)]
-                yield from decode_events(b"".join(kept), self.run.status.world_size)
+                yield from decode_events(b"".join(kept), self.run.status.recorded_ranks)
 
     def names(self) -> list[str]:
         """Return the names of all event files, without suffix: that of the run, those of ranks, those of nodes."""

@@ -7,6 +7,8 @@ import io
 from operator import attrgetter
 from typing import BinaryIO
 
+import msgspec
+
 from gputrain_tui.history.export.steps import RecordedSteps, SingleStep
 from trainer.contract.record import SINGLE_VALUES, Step, encode_event
 
@@ -16,20 +18,24 @@ CORE_WAIT_PHASES = ("data", "h2d", "forward", "backward", "sync", "optimizer", "
 _KEYS = ("rank", "step", "time", "epoch")
 _SCALARS = tuple(
     name for name in Step.__struct_fields__
-    if name not in (*_KEYS, *SINGLE_VALUES.values(), "steps", "core_wait_ms", "bucket_ms", "non_finite")
+    if name not in (
+        *_KEYS, *SINGLE_VALUES.values(), "steps", "core_wait_ms", "bucket_ms", "non_finite", "groups", "calls"
+    )
 )  # fmt: skip
 _scalars_of = attrgetter(*_SCALARS)
 COLUMNS = (
     "rank", "attempt", "step", "averaged_over", "time", "epoch", *_SCALARS,
-    *(f"core_wait_{phase}_ms" for phase in CORE_WAIT_PHASES), "bucket_ms",
+    *(f"core_wait_{phase}_ms" for phase in CORE_WAIT_PHASES), "bucket_ms", "groups",
 )  # fmt: skip
+_json = msgspec.json.Encoder().encode
 _NO_WAITS = ("",) * len(CORE_WAIT_PHASES)
 
 
 def write_csv(record: RecordedSteps, file: BinaryIO) -> None:
     """Write a line per rank and step, rank after rank; values that were not measured are empty.
 
-    The times of the buckets are numbers with spaces between them.
+    The times of the buckets are numbers with spaces between them, the collectives by group a JSON list; single calls
+    are left out.
     """
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     try:
@@ -49,6 +55,7 @@ def _row(single: SingleStep) -> tuple[object, ...]:
         step.rank, attempt, step.step, averaged_over, step.time, step.epoch, *_scalars_of(step),
         *(_NO_WAITS if waits is None else [waits.get(phase, 0.0) for phase in CORE_WAIT_PHASES]),
         "" if step.bucket_ms is None else " ".join(map(str, step.bucket_ms)),
+        "" if step.groups is None else _json(step.groups).decode(),
     )  # fmt: skip
 
 

@@ -27,7 +27,10 @@ PREFIX = "events.out.tfevents."
 TOTALS = ("samples", "tokens")
 SCALARS = tuple(
     name for name in Step.__struct_fields__
-    if name not in (*SINGLE_VALUES.values(), "time", "rank", "step", "steps", "core_wait_ms", "bucket_ms", "non_finite")
+    if name not in (
+        *SINGLE_VALUES.values(), "time", "rank", "step", "steps", "core_wait_ms", "bucket_ms", "non_finite", "groups",
+        "calls",
+    )
 )  # fmt: skip
 
 
@@ -193,7 +196,14 @@ def rank_scalars(single: SingleStep) -> dict[str, float]:
     values = {TAGS[name]: value for name in own if (value := getattr(step, name)) is not None}
     if single.is_last and step.core_wait_ms is not None:
         values |= {f"core_wait/{phase}_ms": waited for phase, waited in step.core_wait_ms.items()}
+    if single.is_last:
+        values |= group_scalars(step)
     return values
+
+
+def group_scalars(step: Step) -> dict[str, float]:
+    """Return the exposed time of the collectives in each process group by tag, ms."""
+    return {f"sync/{each.group}_ms": each.exposed_ms for each in step.groups or () if each.exposed_ms is not None}
 
 
 def validation_scalars(event: Validation) -> dict[str, float]:
@@ -214,6 +224,10 @@ def over_ranks(row: list[SingleStep]) -> tuple[dict[str, float], dict[str, float
             tag = TAGS[name]
             means[tag] = sum(values) if name in TOTALS else sum(values) / len(values)
             lows[tag], highs[tag] = min(values), max(values)
+    of_ranks = [group_scalars(single.step) for single in row] if row[0].is_last else []
+    for tag in dict.fromkeys(tag for values in of_ranks for tag in values):
+        waits = [values[tag] for values in of_ranks if tag in values]
+        means[tag], lows[tag], highs[tag] = sum(waits) / len(waits), min(waits), max(waits)
     return means, lows, highs
 
 

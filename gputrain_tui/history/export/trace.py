@@ -9,7 +9,8 @@ thread of a number.
 
 A rank is a process. The record has the durations of a step's phases but not their start times: they are drawn in the
 order in which a step has them, with the measured durations. The buckets of a step are drawn from the start of its
-synchronisation to its end, at even distances, each with its duration. Texts of events are hidden as in an archive.
+synchronisation to its end, at even distances, each with its duration. Of single collectives the record has the start
+times; those of a group that overlap are on several tracks. Texts of events are hidden as in an archive.
 """
 
 from __future__ import annotations
@@ -30,9 +31,13 @@ PHASES = {
     "sync_exposed_ms": "wait for gradients", "optimizer_ms": "optimizer",
 }  # fmt: skip
 """Fields of a step that are drawn within it, in the order of a step, and their names."""
+WAIT_IN_GROUPS = "wait for other ranks"
+"""Name of ``sync_exposed_ms`` in steps with collectives besides those of DDP's buckets, which are in all phases."""
 STEP_ARGUMENTS = ("epoch", "loss", "lr", "samples", "tokens", "grad_norm", "gc_ms", "core_wait_ms", "sync_bytes")
 STEPS_THREAD, SYNC_THREAD, FIRST_BUCKET_THREAD = 1, 2, 3
 """Numbers of a rank's tracks; each bucket has one."""
+FIRST_CALL_THREAD = 1 << 20
+"""Number of the first track of single collectives."""
 INSTANTS = (Finding, Failure, Validation, Checkpoint, Lost)
 
 Json = dict[str, Any]
@@ -45,7 +50,7 @@ def write_trace(record: RecordedSteps, file: BinaryIO) -> None:
     metadata = {"run": run.id, "recipe": run.status.recipe, "began_unix_seconds": began}
     file.write(b'{"displayTimeUnit":"ms","otherData":' + _encode(metadata) + b',"traceEvents":[\n')
     separator = b""
-    for event in _events(record, began, run_process=run.status.world_size, ranks=ranks):
+    for event in _events(record, began, run_process=run.status.recorded_ranks, ranks=ranks):
         file.write(separator + _encode(event))
         separator = b",\n"
     file.write(b"\n]}\n")
@@ -113,10 +118,13 @@ class _RankTimeline:
         self._began = began
         self._ends: dict[int, int] = {}
         """End of the last slice of each thread, in microseconds."""
+        self._call_threads: dict[str, list[int]] = {}
+        """Threads of each process group's collectives."""
 
     def names(self) -> Iterator[Json]:
         for thread in sorted(self._ends):
             own = {STEPS_THREAD: "steps", SYNC_THREAD: "gradient synchronisation"}
+            own |= {of: f"collectives of {group}" for group, each in self._call_threads.items() for of in each}
             name = own.get(thread, f"bucket {thread - FIRST_BUCKET_THREAD}")
             for kind, value in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": thread})):
                 yield {"name": kind, "ph": "M", "ts": 0, "pid": self._rank, "tid": thread, "args": value}
@@ -139,11 +147,13 @@ class _RankTimeline:
             if single.averaged_over > 1 and name not in SINGLE_VALUES:
                 measured["averaged_over"] = single.averaged_over
             until = min(at + width, end)
-            yield self._slice(STEPS_THREAD, PHASES[name], "phase", at, until, measured)
+            shown = WAIT_IN_GROUPS if name == "sync_exposed_ms" and step.groups else PHASES[name]
+            yield self._slice(STEPS_THREAD, shown, "phase", at, until, measured)
             at = until
             if name == "sync_exposed_ms":
                 sync_end = until
         yield from self._synchronisation(step, sync_end)
+        yield from self._collectives(step, start, end)
 
     @staticmethod
     def _widths(phases_ms: dict[str, float], available: float) -> dict[str, float]:
@@ -155,7 +165,8 @@ class _RankTimeline:
 
     def _synchronisation(self, step: Step, end: float) -> Iterator[Json]:
         buckets = [value * 1e3 for value in step.bucket_ms or ()]
-        length = max([*buckets, (step.sync_ms or 0.0) * 1e3])
+        whole = 0.0 if step.groups else (step.sync_ms or 0.0) * 1e3  # with groups it is that of all collectives
+        length = max([*buckets, whole])
         if length <= 0:
             return
         start = max(end - length, self._ends.get(SYNC_THREAD, 0))
@@ -173,6 +184,20 @@ class _RankTimeline:
             if until > begin:
                 measured = {"bucket_ms": round(width / 1e3, 4)}
                 yield self._slice(thread, f"bucket {index}", "bucket", begin, until, measured)
+
+    def _collectives(self, step: Step, start: int, end: int) -> Iterator[Json]:
+        for call in step.calls or ():
+            begin = start + round(call.start_ms * 1e3)
+            until = min(begin + max(round(call.total_ms * 1e3), 1), end)
+            if until <= begin:
+                continue
+            threads = self._call_threads.setdefault(call.group, [])
+            thread = next((each for each in threads if self._ends[each] <= begin), None)
+            if thread is None:
+                thread = FIRST_CALL_THREAD + sum(map(len, self._call_threads.values()))
+                threads.append(thread)
+            arguments = {"group": call.group, "bytes": call.bytes, "exposed_ms": call.exposed_ms}
+            yield self._slice(thread, call.operation, "collective", begin, until, arguments)
 
     def _slice(self, thread: int, name: str, category: str, start: float, end: float, arguments: Json) -> Json:
         """Return a slice; a phase, which is within the last step, does not move its thread's end."""

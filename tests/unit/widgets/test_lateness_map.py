@@ -38,6 +38,13 @@ def heat(width: int, height: int) -> Heat:
     )
 
 
+@pytest.mark.parametrize(("width", "end"), [(98, "■ 25 ■ 50 ■+"), (58, " 50+ ms")])
+def test_the_legend_says_that_its_last_colour_has_no_end(width: int, end: str) -> None:
+    title = row_text(draw_heat(heat(width, 10), width, 10)[0])
+    assert title.startswith("late 60.33 ms  rank 5 "), "more than the last limit"
+    assert title.rstrip(" ─").endswith(end)
+
+
 @pytest.mark.parametrize(("width", "height"), [(40, 6), (58, 10), (98, 18)])
 def test_a_rank_that_becomes_late_stands_out_from_then_on(width: int, height: int) -> None:
     rows = draw_heat(heat(width, height), width, height, symbols=True)

@@ -30,7 +30,6 @@ from trainer.contract.record.events import (
     Event as Event,
     Failure as Failure,
     Finding as Finding,
-    GpuSample as GpuSample,
     Joining as Joining,
     Lost as Lost,
     ModelFlops as ModelFlops,
@@ -47,7 +46,9 @@ from trainer.contract.record.events import (
     Step as Step,
     TrainingPlan as TrainingPlan,
     Validation as Validation,
+    World as World,
 )
+from trainer.contract.record.gpu_sample import GpuSample as GpuSample
 from trainer.contract.record.json_lines import decode_events as decode_events, encode_event as encode_event
 from trainer.contract.record.numbers import MAX_RANKS as MAX_RANKS
 from trainer.contract.record.run_dir import (

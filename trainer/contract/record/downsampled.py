@@ -73,7 +73,8 @@ class _OpenBlock:
         self.last: Step | None = None
         self.events: list[Step] = []
         """Events not folded in yet, all of one class."""
-        self.steps = self.samples = 0
+        self.steps = 0
+        self.samples: int | None = None
         self.tokens: int | None = None
         self.sums = dict.fromkeys(MEANS, 0.0)
         self.weights = dict.fromkeys(MEANS, 0)
@@ -92,8 +93,9 @@ class _OpenBlock:
             return
         weights = [event.steps for event in events]
         self.steps += sum(weights)
-        self.samples += sum([event.samples for event in events])
         for event in events:
+            if event.samples is not None:
+                self.samples = (self.samples or 0) + event.samples
             if event.tokens is not None:
                 self.tokens = (self.tokens or 0) + event.tokens
         for name, column in zip(MEANS, zip(*map(MEANS_OF, events), strict=True), strict=True):

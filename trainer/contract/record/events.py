@@ -12,6 +12,7 @@ import msgspec
 
 from trainer.contract.record.code_stacks import Collective, ThreadStack
 from trainer.contract.record.collective_groups import CollectiveCall, GroupSync
+from trainer.contract.record.gpu_sample import GpuSample
 from trainer.contract.record.numbers import (
     MAX_NUMBER,
     Count,
@@ -46,6 +47,17 @@ class RunStarted(Event, kw_only=True, tag="run_started"):
     """Name of the recipe."""
     world_size: WorldSize
     run_dir: str
+
+
+class World(Event, kw_only=True, tag="world"):
+    """The run has ranks 0 to ``world_size`` - 1 from here on: a new attempt has others, or a rank has started more.
+
+    It is written before the first event of a rank that the plan does not have.
+    """
+
+    world_size: WorldSize
+    attempt: Count = 0
+    """The first attempt with these ranks, from 1; 0: all have them."""
 
 
 class RankState(Event, kw_only=True, tag="rank_state"):
@@ -87,6 +99,9 @@ class TrainingPlan(Event, kw_only=True, tag="training_plan"):
     """0: no limit."""
     first_update: Count = 0
     """Optimizer steps done before this start, when it resumes."""
+    last_update: Count = 0
+    """Optimizer steps done after ``max_epochs``, when it resumes: with other ranks epochs have other numbers of steps.
+    0: not known."""
     parameters: Count | None = None
     """Trainable parameters of the model."""
     loss_unit: str = ""
@@ -126,8 +141,8 @@ class Step(Event, kw_only=True, tag="step"):
     """From 1."""
     steps: StepsCovered
     """Number of optimizer steps that this event covers."""
-    samples: Count
-    """Samples that this rank read in the covered steps."""
+    samples: Count | None = None
+    """Samples that this rank read in the covered steps; absent where not known (0 in earlier versions)."""
     loss: FiniteFloat | None = None
     """This rank's mean loss."""
     non_finite: list[str] = []
@@ -173,7 +188,7 @@ class Step(Event, kw_only=True, tag="step"):
     """Collectives of each process group, without those of DDP's buckets; their exposed parts are in
     ``sync_exposed_ms``, and in no phase."""
     calls: list[CollectiveCall] | None = None
-    """Single calls of these, in order, of the last covered step; recorded on detailed steps only."""
+    """Single calls of these, in order, of the last covered detailed step; absent without one."""
     memory_peak_bytes: Count | None = None
     """Peak memory of tensors on the GPU so far."""
     losses: list[FiniteFloat | None] | None = None
@@ -213,7 +228,7 @@ class Doing(Event, kw_only=True, tag="doing"):
         "data", "h2d", "batch", "loss", "forward", "backward", "sync", "gradients", "optimizer", "other", "group",
         "compile",
     ]  # fmt: skip
-    """``sync``: its own gradients are ready, and it waits for those of other ranks. ``group``: it waits for other ranks
+    """``sync``: it waits for other ranks in a collective, as for their gradients. ``group``: likewise
     outside of steps. ``compile``: torch.compile is at work. In a script's own loop, code between two phases: ``batch``
     from a batch to its forward pass, ``loss`` from a batch to its backward pass, ``gradients`` from the backward pass
     to the optimizer's step."""
@@ -223,6 +238,8 @@ class Doing(Event, kw_only=True, tag="doing"):
     """Time in this phase so far."""
     collectives: str = ""
     """Description of the rank's last collectives; empty if torch has recorded none."""
+    waits_in: str = ""
+    """Collective that it is blocked in, and its ``CollectiveGroup``, such as ``all_reduce of tp``."""
     line: str = ""
     """Innermost line of the user's code that the training thread is in, such as ``train.py:12 in augment``."""
 
@@ -299,6 +316,8 @@ class NodeSample(Event, kw_only=True, tag="node_sample"):
     """Memory of the machine, or the limit of its container."""
     record_free_bytes: Count | None = None
     """Space left on the disk of this node's record."""
+    log_bytes: Count | None = None
+    """Size of its node agent's log."""
     ranks: list[RankSample] = []
     gpus: list[GpuSample] = []
 
@@ -333,22 +352,6 @@ class RankSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Line of the user's code at which its main thread stays for seconds, such as ``train.py:12 in augment``."""
 
 
-class GpuSample(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Sample of a GPU."""
-
-    index: Count
-    uuid: str
-    rank: Rank | None = None
-    utilization_percent: FiniteFloat | None = None
-    memory_used_bytes: Count | None = None
-    memory_total_bytes: Count | None = None
-    power_watts: FiniteFloat | None = None
-    temperature_celsius: FiniteFloat | None = None
-    sm_clock_mhz: Count | None = None
-    max_sm_clock_mhz: Count | None = None
-    throttle_reasons: list[str] = []
-
-
 class Finding(Event, kw_only=True, tag="finding"):
     """A diagnosis with its evidence, raised or cleared."""
 
@@ -367,6 +370,8 @@ class Finding(Event, kw_only=True, tag="finding"):
     message: str = ""
     evidence: dict[str, FiniteFloat] = {}
     advice: str = ""
+    diagnosed: bool = False
+    """Whether it comes from the comparison of the record, which also clears it, not from a rank."""
 
 
 class RankStacks(Event, kw_only=True, tag="rank_stacks"):
@@ -438,6 +443,6 @@ def _or_nan(value: float | None) -> float:
 
 
 AnyEvent = (
-    RunStarted | Queued | RankState | Joining | TrainingPlan | ModelFlops | Step | Doing | Validation
+    RunStarted | World | Queued | RankState | Joining | TrainingPlan | ModelFlops | Step | Doing | Validation
     | Checkpoint | Checksum | CollectiveGroup | Sample | NodeSample | Finding | Failure | RankStacks | Lost | RunEnded
 )  # fmt: skip

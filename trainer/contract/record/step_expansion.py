@@ -8,7 +8,7 @@ MEAN_FIELDS = tuple(
     name for name in Step.__struct_fields__
     if name not in (
         *SINGLE_VALUES, *SINGLE_VALUES.values(), "time", "rank", "step", "epoch", "steps", "samples", "tokens", "lr",
-        "bucket_ms",
+        "bucket_ms", "calls",
     )
 )  # fmt: skip
 """Fields that hold a mean, or the value of the last step, if the event covers several steps."""
@@ -22,7 +22,7 @@ def single_steps(event: Step, *, means: bool = False) -> list[Step]:
     Args:
         event: one or several steps.
         means: repeat such means in each step instead, even if the event has no values per step at all; the times of
-            the buckets are then given to the last step.
+            the buckets and the single collectives are then given to the last step.
     """
     count, lengths_ms = event.steps, event.step_ms_each
     if count == 1 or (not means and (lengths_ms is None or len(lengths_ms) != count)):
@@ -40,7 +40,7 @@ def single_steps(event: Step, *, means: bool = False) -> list[Step]:
             epoch=event.epoch,
             steps=1,
             samples=_part(event.samples, index, count),
-            tokens=None if event.tokens is None else _part(event.tokens, index, count),
+            tokens=_part(event.tokens, index, count),
             lr=event.lr,
             loss=loss,
             step_ms=step_ms,
@@ -50,7 +50,7 @@ def single_steps(event: Step, *, means: bool = False) -> list[Step]:
         for index, (time, loss, step_ms, waited_ms) in enumerate(zip(ends, *each.values(), strict=True))
     ]
     if means:
-        singles[-1].bucket_ms = event.bucket_ms
+        singles[-1].bucket_ms, singles[-1].calls = event.bucket_ms, event.calls
     return singles
 
 
@@ -61,5 +61,5 @@ def _step_values(event: Step, name: str, means: bool) -> list[float | None]:
     return [getattr(event, name) if means else None] * event.steps
 
 
-def _part(total: int, index: int, count: int) -> int:
-    return total * (index + 1) // count - total * index // count
+def _part(total: int | None, index: int, count: int) -> int | None:
+    return None if total is None else total * (index + 1) // count - total * index // count

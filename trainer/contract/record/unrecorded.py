@@ -127,5 +127,5 @@ def _steps(lines: Iterable[bytes]) -> list[Step]:
 
 def _count(counts: list[int], steps: Iterable[Step], sign: int) -> None:
     for event in steps:
-        for place, number in enumerate((event.steps, event.samples, event.tokens or 0)):
+        for place, number in enumerate((event.steps, event.samples or 0, event.tokens or 0)):
             counts[place] = max(counts[place] + sign * number, 0)

@@ -13,17 +13,16 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trainer.agent import script
+from trainer.agent import own_package, script
 from trainer.agent.assignment import RankAssignment
-from trainer.agent.own_package import own_package
+from trainer.contract.outcome import RankReport
 from trainer.contract.record import RunDir
+from trainer.telemetry.instrument import started_process
+from trainer.telemetry.instrument.started_process import after_import
 
 if TYPE_CHECKING:
     from trainer.telemetry.instrument.recording import Recording
@@ -38,26 +37,58 @@ _recording: Recording | None = None
 def run_script(assignment: RankAssignment) -> int:
     """Run the script of a rank, measured, and return the exit code for ``os._exit``."""
     assert assignment.run_dir is not None
-    install(RunDir(assignment.run_dir).rank_events(assignment.rank), assignment.rank)
-    return script.run_script(assignment, at_end=finish, hidden=str(Path(__file__).parents[1]))
+    install(
+        RunDir(assignment.run_dir).rank_events(assignment.rank),
+        assignment.rank,
+        on_begin=lambda: assignment.report(RankReport(trains=True)),
+    )
+    _finish_before_exit()
+    return script.run_script(
+        assignment,
+        at_start=lambda: _follow_started(assignment),
+        at_end=finish,
+        hidden=str(Path(__file__).parents[1]),
+    )
 
 
-def install(path: Path, rank: int) -> None:
-    """Start to measure as soon as torch has been imported."""
+def install(path: Path, rank: int, *, on_begin: Callable[[], None] = lambda: None) -> None:
+    """Start to measure as soon as torch has been imported; ``on_begin`` is called when the script begins to train."""
 
     def begin() -> None:
         global _recording
         try:
-            with own_package():
+            with own_package.own_package():
+                from trainer.telemetry.collectives import interception
                 from trainer.telemetry.instrument import patches
 
-            _recording = patches.patch(path, rank)
+            recording = _recording = patches.patch(path, rank)
+            recording.on_begin = on_begin
+            functional = interception.FUNCTIONAL_MODULE
+            after_import(functional, lambda: interception.wrap_functional(recording.collectives))
             after_import("torch._inductor.compile_fx", _recording.await_compiler)
+            for module, patch in patches.patch_later(_recording).items():
+                after_import(module, patch)
         except Exception as error:  # noqa: BLE001 - a script must train with an unknown version of torch too
             print(f"gputrain: not measured: {type(error).__name__}: {error}", file=sys.stderr)
 
     after_import("torch", begin)
-    _finish_before_exit()
+
+
+def _follow_started(assignment: RankAssignment) -> None:
+    """Make processes that the script starts ask the node agent for a rank when they join a process group."""
+    if not assignment.started_ranks_socket:
+        return
+    pid = os.getpid()
+
+    def own_group(rank: int, world_size: int) -> bool:
+        if os.getpid() != pid:
+            return False
+        assignment.report(RankReport(group=(rank, world_size)))
+        return True
+
+    started_process.follow(
+        assignment.started_ranks_socket, own_package, starts_ranks=assignment.must_start_ranks, own_group=own_group
+    )
 
 
 def finish(failed: bool = False) -> str:
@@ -88,61 +119,3 @@ def _finish_before_exit() -> None:
         leave(status)
 
     os._exit = _exit  # type: ignore[assignment]
-
-
-def after_import(name: str, call: Callable[[], None]) -> None:
-    """Call a function as soon as the module's code has run; at once where it has been imported already."""
-    if name in sys.modules:
-        call()
-    else:
-        sys.meta_path.insert(0, _Finder(name, call))
-
-
-class _Finder(MetaPathFinder):
-    """Finder of one module by the other finders, which removes itself at the first successful import."""
-
-    def __init__(self, name: str, call: Callable[[], None]) -> None:
-        self._name = name
-        self._call = call
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != self._name:
-            return None
-        for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(name, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self._imported)
-                return spec
-        return None
-
-    def _imported(self) -> None:
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-            self._call()
-
-
-class _Loader(Loader):
-    """Loader that delegates to another one, sets that as the module's loader, and calls back after the import."""
-
-    def __init__(self, loader: Any, imported: Callable[[], None]) -> None:
-        self._loader = loader
-        self._imported = imported
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._imported()

@@ -7,7 +7,10 @@ from weakref import ref
 
 import torch
 
-from trainer.telemetry.step_tracker import first_tensor
+from trainer.telemetry.step_tracker import tensors_of
+
+BatchSize = tuple[int | None, int | None]
+"""Samples and tokens; None: not known."""
 
 
 class FetchedBatches:
@@ -18,7 +21,7 @@ class FetchedBatches:
     """
 
     def __init__(self) -> None:
-        self.size: tuple[int, int | None] = (0, None)
+        self.size: BatchSize = (0, None)
         """Samples and tokens of the step so far."""
         self._fetched: set[ref[Any]] = set()
         """Data iterators that have given a batch since the model was last trained."""
@@ -55,16 +58,22 @@ class FetchedBatches:
         return begins
 
 
-def size_of(batch: Any) -> tuple[int, int | None]:
-    """Return the samples of a batch and, if it is of integers [samples, tokens], its tokens with padding."""
-    tensor = first_tensor(batch)
-    if tensor is None:
-        return 0, None
-    whole = tensor.dim() == 2 and not tensor.is_floating_point() and tensor.dtype is not torch.bool
-    return tensor.shape[0], tensor.numel() if whole else None
+def size_of(batch: Any) -> BatchSize:
+    """Return the size of a batch, or of a model's arguments.
+
+    It has samples if all of its tensors with dimensions have one leading dimension in common, and tokens, with padding,
+    if the first of them is of integers [samples, tokens].
+    """
+    tensors = tensors_of(batch)
+    first = next(tensors, None)
+    if first is None or any(other.shape[0] != first.shape[0] for other in tensors):
+        return None, None
+    whole = first.dim() == 2 and not first.is_floating_point() and first.dtype is not torch.bool
+    return first.shape[0], first.numel() if whole else None
 
 
-def plus(one: tuple[int, int | None], other: tuple[int, int | None]) -> tuple[int, int | None]:
+def plus(one: BatchSize, other: BatchSize) -> BatchSize:
     """Return the sum of two sizes; tokens that are not known add nothing."""
     tokens = [size[1] for size in (one, other) if size[1] is not None]
-    return one[0] + other[0], sum(tokens) if tokens else None
+    samples = None if one[0] is None or other[0] is None else one[0] + other[0]
+    return samples, sum(tokens) if tokens else None

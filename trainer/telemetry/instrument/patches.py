@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.compiler import is_compiling
 
+from trainer.telemetry.collectives import interception
 from trainer.telemetry.instrument.recording import Recording
 from trainer.telemetry.torch_compile import leave_uncompiled
 
@@ -27,11 +28,11 @@ def patch(path: Path, rank: int) -> Recording:
     recording = Recording(path, rank)
     for module, name, wrap in PATCHES:
         _patch(recording, module, name, wrap)
+    interception.wrap_calls(recording.collectives)
     optimizer = importlib.import_module("torch.optim.optimizer")
 
-    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not is_compiling():
-            recording.begin_optimizer(optimizer)
+    def before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
+        return None if is_compiling() else recording.begin_optimizer(optimizer, args, kwargs)
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not is_compiling():
@@ -45,6 +46,20 @@ def patch(path: Path, rank: int) -> Recording:
     return recording
 
 
+def patch_later(recording: Recording) -> dict[str, Callable[[], None]]:
+    """Return what is to be called once each of these modules of torch has been imported, which takes long."""
+    later: dict[str, Callable[[], None]] = {}
+    for module in {module for module, _, _ in LATER_PATCHES}:
+        patches = [patch for patch in LATER_PATCHES if patch[0] == module]
+
+        def apply(patches: list[tuple[str, str, Wrap]] = patches) -> None:
+            for module, name, wrap in patches:
+                _patch(recording, module, name, wrap)
+
+        later[module] = apply
+    return later
+
+
 def _patch(recording: Recording, module: str, name: str, wrap: Wrap) -> None:
     """Replace a function of torch by its wrapper; print a line instead if it is absent or not torch's own."""
     try:
@@ -53,7 +68,7 @@ def _patch(recording: Recording, module: str, name: str, wrap: Wrap) -> None:
         for part in holder:
             owner = getattr(owner, part)
         original = owner.__dict__[name]
-        if not inspect.isfunction(original) or not original.__module__.startswith("torch."):
+        if not inspect.isfunction(original) or original.__module__.partition(".")[0] != "torch":
             raise TypeError("it was replaced")
     except (ImportError, AttributeError, KeyError, TypeError) as error:
         where = ".".join([module, *holder, name])
@@ -82,7 +97,7 @@ def _post_forward(recording: Recording, original: Callable[..., Any]) -> Callabl
     def wrapper(self: Any, output: Any) -> Any:
         output = original(self, output)
         if recording.on:
-            recording.end_forward(self)
+            recording.end_forward(self, output)
         return output
 
     return wrapper
@@ -147,13 +162,82 @@ def _scaler_step(recording: Recording, original: Callable[..., Any]) -> Callable
     return wrapper
 
 
+def _compile(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        recording.begin_compiling()
+        return original(*args, **kwargs)
+
+    return wrapper
+
+
+# ------------------------------------------------------------------------------------------------ wrappers around FSDP
+
+
+def _root_pre_forward(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    """FSDP2: called for each sharded module, of which the first one in a forward pass is its root."""
+
+    def wrapper(self: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        begins = recording.on and self._state_ctx.iter_forward_root is None
+        if begins:
+            recording.begin_forward(module, args, kwargs, self._device)
+        given = original(self, module, args, kwargs)
+        if begins:
+            recording.note_sharding(self)
+        return given
+
+    return wrapper
+
+
+def _sharded_post_forward(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(self: Any, module: Any, inputs: Any, output: Any) -> Any:
+        ends = recording.on and self._state_ctx.iter_forward_root is self
+        output = original(self, module, inputs, output)
+        if ends:
+            recording.end_forward(module, output)
+        return output
+
+    # torch.compile calls it instead of tracing into it, as it does torch's own.
+    wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return wrapper
+
+
+def _flat_pre_forward(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    """FSDP1: called for each wrapped module; of the outermost one it is not known before its first call."""
+
+    def wrapper(state: Any, module: Any, args: Any, kwargs: Any) -> Any:
+        if recording.on and state._is_root is not False:
+            recording.begin_forward(module, args, kwargs, getattr(state, "compute_device", None))
+        return original(state, module, args, kwargs)
+
+    return wrapper
+
+
+def _flat_post_forward(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(state: Any, handle: Any, reshard: Any, module: Any, inputs: Any, output: Any) -> Any:
+        output = original(state, handle, reshard, module, inputs, output)
+        if recording.on and state._is_root:
+            recording.end_forward(module, output)
+        return output
+
+    return wrapper
+
+
 DDP = "torch.nn.parallel.distributed"
+FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
+FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_state"
 PATCHES: tuple[tuple[str, str, Wrap], ...] = (
     (DDP, "DistributedDataParallel._pre_forward", _pre_forward),
     (DDP, "DistributedDataParallel._post_forward", _post_forward),
     (DDP, "DistributedDataParallel.register_comm_hook", _register_comm_hook),
+    ("torch", "compile", _compile),
     ("torch.autograd", "backward", _backward),
     ("torch.utils.data.dataloader", "_BaseDataLoaderIter.__next__", _next),
     ("torch.amp.grad_scaler", "GradScaler.scale", _scale),
     ("torch.amp.grad_scaler", "GradScaler.step", _scaler_step),
+)
+LATER_PATCHES: tuple[tuple[str, str, Wrap], ...] = (
+    (FSDP1, "_root_pre_forward", _flat_pre_forward),
+    (FSDP1, "_post_forward", _flat_post_forward),
+    (FSDP2, "FSDPState._root_pre_forward", _root_pre_forward),
+    (FSDP2, "FSDPState._post_forward", _sharded_post_forward),
 )

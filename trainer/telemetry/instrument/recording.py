@@ -6,26 +6,35 @@ import functools
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from trainer.contract.record import EventWriter, Finding
-from trainer.telemetry.comm_hook import BucketHook, CommHook, HookRelay
-from trainer.telemetry.instrument.fetched_batches import FetchedBatches, plus, size_of
+from trainer.contract.record import EventWriter
+from trainer.telemetry.collectives.collective_meter import CollectiveMeter
+from trainer.telemetry.comm_hook import CommHook
+from trainer.telemetry.instrument.closures import with_closure
+from trainer.telemetry.instrument.fetched_batches import BatchSize, FetchedBatches, plus, size_of
+from trainer.telemetry.instrument.followed_models import FollowedModels
+from trainer.telemetry.instrument.model_parallel import ModelParallelism
+from trainer.telemetry.instrument.not_measured import not_measured, what_is_missing
 from trainer.telemetry.instrument.optimizer_cycle import OptimizerCycle
+from trainer.telemetry.instrument.outermost_calls import OutermostCalls
+from trainer.telemetry.instrument.step_losses import StepLosses, is_made_of, newest_number
 from trainer.telemetry.step_meter import Phase
 from trainer.telemetry.step_tracker import StepTracker
 from trainer.telemetry.torch_compile import CompilationReport
 
 R = TypeVar("R")
+UNSEEN_AFTER = 100
+"""Backward passes without any optimizer's step, or such steps without a backward pass, after which the record says so;
+a script that accumulates over more of them is measured from its first step on."""
 
 
 def _guarded(method: Callable[..., R]) -> Callable[..., R | None]:
@@ -53,12 +62,10 @@ class Recording:
     decides whose. The step of an optimizer without a backward pass before it does not count, nor one that a GradScaler
     leaves out; fused optimizers are called even then, so that theirs count.
 
-    The loss of a step is the sum of the scalars on which backward was called, before a GradScaler scaled them: the
-    step's gradient is the gradient of that sum. Scripts that accumulate divide by the number of passes, which makes it
-    their mean.
-
-    If a model is wrapped in DistributedDataParallel, the phase ``forward`` is its forward pass and the loss; otherwise
-    it is the time from a batch's arrival to the backward pass.
+    The phase ``forward`` is the forward pass of the outermost module and the loss: of the one that is wrapped in
+    DistributedDataParallel, that is the root of FSDP, or, without such a wrapper, of the first trained one that is
+    called. Where no such call is seen, it is the time from a batch's arrival to the backward pass. Time between a
+    forward pass that returned the loss itself and the backward pass is the script's own code.
 
     Args:
         path: The event file.
@@ -69,19 +76,28 @@ class Recording:
         self.on = True
         self.thread: int | None = None
         """The one that trains; None before it has begun."""
+        self.on_begin: Callable[[], None] = lambda: None
+        """Called once, when the script begins to train."""
         self.optimizer_steps = 0
+        self.collectives = CollectiveMeter()
+        self._is_unmeasured = False
+        """Whether the record says that no step is seen."""
         self._path = path
         self._rank = rank
         self._writer = EventWriter(None)
         self._tracker: StepTracker | None = None
         self._closing = threading.Lock()
-        self._models: WeakKeyDictionary[DistributedDataParallel, BucketHook | None] = WeakKeyDictionary()
-        """Models that are followed, each with the comm hook that it was given."""
-        self._newest: Callable[[], DistributedDataParallel | None] = lambda: None
-        """Reference to the model that was followed last."""
-        self._relays: WeakKeyDictionary[DistributedDataParallel, HookRelay] = WeakKeyDictionary()
-        """Models on a GPU with a comm hook of their own."""
-        self._registering = False
+        self._models = FollowedModels()
+        self._wrapped: WeakSet[nn.Module] = WeakSet()
+        """Outermost modules that a wrapper told of: DistributedDataParallel, or a root of FSDP."""
+        self._bare: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+        """Modules without a wrapper whose calls were seen, with whether they are trained."""
+        self._parallelism = ModelParallelism()
+        self._calls = OutermostCalls(self._begin_bare, self._end_bare)
+        self._misses_calls = False
+        """Whether calls of modules without a wrapper were not seen in this step: its samples are not all known."""
+        self._output_place: int | None = None
+        """Place in autograd's order of a number that the last forward pass returned; None without one."""
         self._cycle = OptimizerCycle()
         self._stepping: Optimizer | None = None
         """The optimizer in whose step the script is."""
@@ -89,11 +105,9 @@ class Recording:
         self._ends_after_backward: Optimizer | None = None
         """The optimizer that has stepped within the backward pass and ended the iteration."""
         self._backwards = 0
-        self._losses: list[Tensor | float] = []
-        self._losses_before = 0
-        """Number of losses before the last backward pass."""
-        self._scaled: tuple[Any, Tensor, Tensor | None] | None = None
-        """Reference to a loss that a GradScaler has scaled, the unscaled loss, and the scale."""
+        self._losses = StepLosses()
+        self._closure_size: BatchSize = (0, None)
+        """Samples and tokens of the step after the first call of an optimizer's closure."""
         self._batches = FetchedBatches()
         os.register_at_fork(after_in_child=self._forget)
 
@@ -104,9 +118,10 @@ class Recording:
     def close(self, *, handed_over: bool = False, failed: bool = False) -> str:
         """Write the last steps and stop measuring; return why the end of the record is not on disk, empty if it is."""
         with self._closing:
-            if self.on and not handed_over and not failed and not self.steps:
+            if self.on and not handed_over and not failed and not self.steps and not self._is_unmeasured:
                 self._report_unmeasured()
             self.on = False
+            self._calls.stop()
             tracker, other_thread = self._tracker, self.thread != threading.get_ident()
             if tracker is not None and self._writer.enabled:
                 if not failed and not other_thread:
@@ -117,21 +132,12 @@ class Recording:
             return self._writer.write_error
 
     def _report_unmeasured(self) -> None:
-        message = f"{self._unmeasured()}, so nothing of this training is measured"
+        self._is_unmeasured = True
+        missing, measured = what_is_missing(optimizer_steps=self.optimizer_steps, backward=self._tracker is not None)
+        message = f"{missing}, so nothing of this training is measured; {measured}"
         _print_line(message)
         self._open_record()
-        self._writer.write(
-            Finding(
-                time=time.time(),
-                kind="not_measured",
-                severity="info",
-                rank=self._rank,
-                cause="no_steps",
-                message=message,
-                advice="processes that a script starts itself are not measured: leave starting the ranks to gputrain, "
-                "or call trainer.watch in them",
-            )
-        )
+        self._writer.write(not_measured(self._rank, message))
 
     def _open_record(self) -> None:
         if not self._writer.enabled:
@@ -142,48 +148,101 @@ class Recording:
             self._open_record()
             self._writer.before_each_write(CompilationReport(self._writer, self._rank, lambda: self.on).check)
 
-    def _unmeasured(self) -> str:
-        if not self.optimizer_steps:
-            return "no optimizer's step was seen"
-        return "no call of backward() was seen (torch.autograd.grad is not measured)"
-
     def fail(self, error: Exception) -> None:
         if self.on:
             self.on = False
+            self._calls.stop()
+            self.collectives.close()
             _print_line(f"this training is no longer measured: {type(error).__name__}: {error}")
 
     def _forget(self) -> None:
         """Measure nothing in a forked process, such as a data loading process."""
         self.on = False
+        self.collectives.close()
         self._tracker = None
+        self._calls.stop()
 
     # ------------------------------------------------------------------------------------------ forward, backward
 
     @_guarded
-    def begin_forward(self, model: DistributedDataParallel, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
+    def begin_forward(
+        self,
+        model: nn.Module,
+        arguments: Sequence[Any],
+        named: Mapping[str, Any],
+        device: torch.device | None = None,
+    ) -> None:
+        """Begin the forward pass of a wrapped model; ``device``: where it computes, if not where its parameters are."""
+        if self._in_backward:
+            return  # activation checkpointing
         if not _trains(model):
             if self._tracker is not None:
                 self._tracker.mark_evaluation()
             return
         tracker = self._tracker
         if tracker is None:
-            parameter = next(model.parameters(), None)
-            tracker = self._begin(torch.device("cpu") if parameter is None else parameter.device)
-        if self._newest() is not model and model not in self._models:
-            self._follow(model, tracker)
+            parameter = next(model.parameters(), None) if device is None else None
+            tracker = self._begin(device or (torch.device("cpu") if parameter is None else parameter.device))
+        if isinstance(model, DistributedDataParallel):
+            self._models.follow(model, tracker)
+        if model not in self._wrapped:
+            self._wrapped.add(model)
+            self._calls.stop()
         tracker.mark(self._open_phase(tracker), then="forward")
         tracker.epoch += self._batches.train()
-        if len(self._models) == 1:
-            first = arguments[0] if arguments and not named else None
-            size = size_of(first if type(first) is Tensor else [named, arguments])
-            tracker.samples, tracker.tokens = plus((tracker.samples, tracker.tokens), size)
+        if len(self._wrapped) == 1:
+            self._count(tracker, model, arguments, named)
 
     @_guarded
-    def end_forward(self, model: DistributedDataParallel) -> None:
-        # Without a mark: the loss is computed next, which is the same phase.
-        if self._tracker is not None and self._tracker.open_phase == "forward" and _trains(model):
-            self._tracker.forward_done = True
-            self._tracker.synchronises |= bool(model.require_backward_grad_sync)
+    def note_sharding(self, state: Any) -> None:
+        """Note over which mesh dimensions FSDP2 shards the parameters, by the state of its root."""
+        self._parallelism.note_sharding(state)
+
+    @_guarded
+    def end_forward(self, model: nn.Module, output: Any) -> None:
+        tracker = self._tracker
+        if tracker is None or tracker.open_phase != "forward" or self._in_backward or not _trains(model):
+            return
+        # The loss may be computed next, which is the same phase.
+        tracker.mark("forward", then="forward")
+        tracker.forward_done = True
+        self._output_place = newest_number(output)
+        if isinstance(model, DistributedDataParallel):
+            tracker.synchronises |= bool(model.require_backward_grad_sync)
+
+    @_guarded
+    def _begin_bare(self, module: nn.Module) -> bool:
+        """Begin the forward pass of a module without a wrapper; return whether it is the awaited one."""
+        tracker = self._tracker
+        if tracker is None or self._in_backward or tracker.open_phase == "data":
+            return False
+        if not (torch.is_grad_enabled() and module.training):
+            if self._bare.get(module) and not module.training:
+                tracker.mark_evaluation()
+            return False
+        trained = self._bare.get(module)
+        if trained is None:
+            trained = self._bare[module] = any(parameter.requires_grad for parameter in module.parameters())
+        if trained:
+            # What lies between a batch's arrival and the call is the script's own code.
+            phase = "other" if tracker.open_phase == "forward" else self._open_phase(tracker)
+            tracker.mark(phase, then="forward")
+            tracker.epoch += self._batches.train()
+        return trained
+
+    @_guarded
+    def _end_bare(self, module: nn.Module, arguments: Sequence[Any], named: Mapping[str, Any], output: Any) -> None:
+        self.end_forward(module, output)
+        if self._tracker is not None and list(self._bare.values()).count(True) == 1:
+            self._count(self._tracker, module, arguments, named)
+
+    def _count(
+        self, tracker: StepTracker, model: nn.Module, arguments: Sequence[Any], named: Mapping[str, Any]
+    ) -> None:
+        """Count the samples with which the only outermost module is called."""
+        first = arguments[0] if arguments and not named else None
+        size = size_of(first if type(first) is Tensor else [named, arguments])
+        tracker.samples, tracker.tokens = plus((tracker.samples, tracker.tokens), size)
 
     @_guarded
     def begin_backward(self, outputs: Any) -> bool:
@@ -193,21 +252,18 @@ class Recording:
         output = outputs if isinstance(outputs, Tensor) else next(iter(outputs), None)
         if not isinstance(output, Tensor):
             return False
+        self._misses_calls |= self._tracker is None
         tracker = self._begin(output.device)
-        tracker.mark(self._open_phase(tracker), then="backward", trained=True)
+        phase = self._open_phase(tracker)
+        if tracker.forward_done and is_made_of(output, self._output_place):
+            phase = "other"
+        self._output_place = None
+        tracker.mark(phase, then="backward", trained=True)
         tracker.epoch += self._batches.train()
         self._in_backward = True
-        self._losses_before = len(self._losses)
-        scaled, self._scaled = self._scaled, None
-        if scaled is not None and scaled[0]() is output:
-            output = scaled[1]
-            if scaled[2] is not None:
-                tracker.grad_scale = scaled[2]
-        # Of other kinds of tensors, such as distributed ones, reading the number may take a collective.
-        if type(output) is Tensor and output.numel() == 1 and output.is_floating_point():
-            # Only on the host can the number be read without waiting for it.
-            on_host = output.device.type == "cpu"
-            self._losses.append(output.item() if on_host else output.detach().reshape(()).to(torch.float32, copy=True))
+        scale = self._losses.add(output)
+        if scale is not None:
+            tracker.grad_scale = scale
         return True
 
     @_guarded
@@ -218,40 +274,61 @@ class Recording:
             return
         if passed:
             self._backwards += 1
+            if self._backwards == UNSEEN_AFTER and not self.optimizer_steps and not self._is_unmeasured:
+                self._report_unmeasured()
         else:
-            del self._losses[self._losses_before :]
+            self._losses.remove_last()
         self._tracker.mark("backward", then="optimizer")
         if self._ends_after_backward is not None:
             optimizer, self._ends_after_backward = self._ends_after_backward, None
             self._end(self._tracker, optimizer)
+        self._calls.await_next()
+
+    def begin_compiling(self) -> None:
+        """Await no calls from here on: torch.compile would trace what awaits them."""
+        self._calls.stop()
 
     @_guarded
     def scale(self, scaled: Any, loss: Any, scale: Any) -> None:
-        if isinstance(scaled, Tensor) and isinstance(loss, Tensor):
-            factor = scale.detach().clone() if isinstance(scale, Tensor) else None
-            self._scaled = ref(scaled), loss.detach(), factor
+        self._losses.scale(scaled, loss, scale)
 
     # ------------------------------------------------------------------------------------------ optimizer
 
     @_guarded
-    def begin_optimizer(self, optimizer: Optimizer) -> None:
-        """Within an optimizer's step there may be forward and backward passes."""
+    def begin_optimizer(
+        self, optimizer: Optimizer, arguments: Sequence[Any], named: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Begin an optimizer's step, within which there may be forward and backward passes.
+
+        Return other arguments for it, with a closure whose calls are followed; None if it gets those of the script.
+        """
         self.optimizer_steps += 1
         if self._stepping is not None and self._stepping is not optimizer:
-            return  # the step of an optimizer within that of another
+            return None  # the step of an optimizer within that of another
         self._stepping = optimizer
         tracker = self._tracker
-        if tracker is None or self._in_backward:
-            return
-        tracker.stepping = True
-        if tracker.evaluated or tracker.open_phase != "optimizer":
-            tracker.mark(then="optimizer")
+        if tracker is None and self.optimizer_steps == UNSEEN_AFTER:
+            self._report_unmeasured()
+        if tracker is not None and not self._in_backward:
+            tracker.stepping = True
+            if tracker.evaluated or tracker.open_phase != "optimizer":
+                tracker.mark(then="optimizer")
+        return with_closure(optimizer, arguments, named, self._end_closure)
+
+    @_guarded
+    def _end_closure(self) -> None:
+        tracker, first = self._tracker, self._losses.end_closure()
+        if tracker is not None and first:
+            self._closure_size = tracker.samples, tracker.tokens
+        elif tracker is not None:
+            tracker.samples, tracker.tokens = self._closure_size
 
     @_guarded
     def end_optimizer(self, optimizer: Optimizer) -> None:
         if self._stepping is not optimizer:
             return
         self._stepping = None
+        self._losses.end_optimizer()
         if self._tracker is None:
             return
         self._tracker.stepping = False
@@ -292,8 +369,9 @@ class Recording:
     def end_data(self, iterator: Any, batch: Any) -> None:
         if self._tracker is None:
             return
-        self._tracker.mark("data", then="other" if self._models else "forward")
-        self._batches.add(iterator, None if len(self._models) == 1 else batch)
+        self._tracker.mark("data", then="other" if self._wrapped else "forward")
+        self._batches.add(iterator, None if len(self._wrapped) == 1 else batch)
+        self._calls.await_next()
 
     @_guarded
     def end_epoch(self, iterator: Any) -> None:
@@ -309,40 +387,7 @@ class Recording:
         self, register: Callable[..., None], model: DistributedDataParallel, state: object, hook: CommHook
     ) -> None:
         """Register a comm hook of the script, as ``register`` would, with a measuring hook around it."""
-        measuring_hook = self._models.get(model)
-        hooks: list[Any] | None = getattr(model, "_comm_hooks", None)
-        if hooks is None or hooks or self._registering:
-            register(model, state, hook)
-        elif measuring_hook is not None and measuring_hook.fault is None:
-            check: Any = model._check_comm_hook
-            check(hook)
-            hooks.append((hook, state))
-            measuring_hook.give_way(hook, state)
-            if self._tracker is not None and model.device_type == "cpu":
-                self._tracker.meter.read_log(model)
-        elif self.on and model.device_type != "cpu":
-            relay = HookRelay(hook)
-            # With the name and the annotations of the script's hook, which DDP checks.
-            register(model, state, functools.wraps(hook)(lambda state, bucket: relay(state, bucket)))
-            hooks[-1] = (hook, state)
-            self._relays[model] = relay
-        else:
-            register(model, state, hook)
-
-    def _follow(self, model: DistributedDataParallel, tracker: StepTracker) -> None:
-        relay = self._relays.get(model)
-        hooks: list[Any] = model._comm_hooks
-        # In these modes DDP does not reduce by a comm hook, or averages over the ranks that still have data.
-        special = model._use_python_reducer or model._delay_all_reduce_all_params or model._join_config.enable
-        own_hooks = len(hooks)
-        self._registering = True
-        try:
-            self._newest = ref(model)
-            self._models[model] = tracker.meter.follow(model, relay=relay, own_hook=bool(hooks) or special)
-        finally:
-            self._registering = False
-            del hooks[own_hooks:]  # the measuring hook: the list is pickled with the model
-        tracker.replicate(model if len(self._models) == 1 else None)
+        self._models.register_comm_hook(register, model, state, hook, on=self.on, tracker=self._tracker)
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -352,9 +397,11 @@ class Recording:
         max_laps = 100_000
         if self._tracker is None:
             self.thread = threading.get_ident()
+            self.on_begin()
             self._open_record()
-            self._tracker = StepTracker(self._writer, rank=self._rank, device=device)
-            self._tracker.start()
+            tracker = self._tracker = StepTracker(self._writer, rank=self._rank, device=device)
+            tracker.meter.follow_collectives(self.collectives, lambda: tracker.open_phase == "backward")
+            tracker.start()
         elif self._tracker.laps > max_laps:
             self._discard(self._tracker)
         return self._tracker
@@ -365,18 +412,17 @@ class Recording:
         return "other" if after_backward else tracker.open_phase
 
     def _end(self, tracker: StepTracker, optimizer: Optimizer) -> None:
-        numbers = [loss for loss in self._losses if isinstance(loss, float)]
-        tensors = [
-            loss for loss in self._losses if isinstance(loss, Tensor) and loss.device.type == tracker.device.type
-        ]
-        # No loss of the step if one of them is on another device: copying it would wait for that.
-        if numbers and len(numbers) == len(self._losses):
-            tracker.loss = sum(numbers)
-        elif tensors and len(tensors) == len(self._losses):
-            tracker.loss = tensors[0] if len(tensors) == 1 else torch.stack(tensors).sum()
-        if len(self._models) != 1:
+        tracker.loss = self._losses.total(tracker.device)
+        if len(self._wrapped) != 1 and (self._wrapped or self._batches.size[0]):
             tracker.samples, tracker.tokens = self._batches.size
+        elif self._misses_calls:
+            tracker.samples = tracker.tokens = None
+        if self._parallelism.repeats_batches(optimizer):
+            tracker.samples = tracker.tokens = None
         tracker.end(optimizer)
+        if self._is_unmeasured:
+            self._is_unmeasured = False
+            self._writer.write(not_measured(self._rank, "", state="cleared"))
         self._begin_step()
 
     def _discard(self, tracker: StepTracker) -> None:
@@ -384,12 +430,17 @@ class Recording:
         self._begin_step()
 
     def _begin_step(self) -> None:
-        self._backwards, self._losses, self._batches.size = 0, [], (0, None)
+        self._backwards = 0
+        self._losses.clear()
+        self._batches.size = (0, None)
+        self._misses_calls = False
 
 
-def _trains(model: DistributedDataParallel) -> bool:
-    # The flag of the inner model: Lightning sets only that back after an evaluation.
-    return model.module.training and torch.is_grad_enabled()
+def _trains(model: nn.Module) -> bool:
+    inner: nn.Module = model
+    if isinstance(model, DistributedDataParallel):
+        inner = model.module  # Lightning sets only the flag of the inner model back after an evaluation
+    return getattr(inner, "_fsdp_wrapped_module", inner).training and torch.is_grad_enabled()
 
 
 def _print_line(line: str) -> None:

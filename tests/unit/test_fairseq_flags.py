@@ -6,9 +6,9 @@ import pytest
 
 from trainer.contract.builtin_tasks import options_schema
 from trainer.contract.errors import RequestError
+from trainer.contract.fairseq_flags import NO_EFFECT, REFUSED, remove_fairseq_flags
 from trainer.contract.options import Distributed, Training
 from trainer.contract.schema import describe, read_flags
-from trainer.contract.seed_flags import NO_EFFECT, REFUSED, remove_seed_flags
 
 OPTIONS = [*describe(Distributed), *describe(Training)]
 TAKEN = {flag for option in OPTIONS for flag in (option.flag, *option.aliases, *option.switches)}
@@ -56,7 +56,7 @@ def test_flags_equal_to_an_option_set_that_option(flags: str) -> None:
     ],
 )
 def test_a_flag_without_effect_is_taken_out_with_one_note(words: list[str], left: list[str], notes: list[str]) -> None:
-    rest, lines = remove_seed_flags(words)
+    rest, lines = remove_fairseq_flags(words)
     assert rest == left
     assert [line.startswith(note) for line, note in zip(lines, notes, strict=True)] == [True] * len(notes)
 
@@ -72,5 +72,5 @@ def test_a_flag_without_effect_is_taken_out_with_one_note(words: list[str], left
 )
 def test_a_flag_without_an_equal_option_is_refused_with_its_replacement(words: str, line: str) -> None:
     with pytest.raises(RequestError) as refusal:
-        remove_seed_flags(words.split())
+        remove_fairseq_flags(words.split())
     assert str(refusal.value).startswith(line)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.contract.outcome import answer_s
-from trainer.engine.stopping import StepTimes
+from trainer.engine.end_conditions import StepTimes
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Names of the seeds that are no options here: class names, flags without an effect, and refused flags.
+"""Names of fairseq, PyText and HetSeq that are no options here: classes, flags without an effect, refused flags.
 
 Torch-free. A flag with the meaning of one of our options is an alias of that option, in ``options``.
 """
@@ -120,7 +120,7 @@ REFUSED: dict[str, str] = {
 """Refused flags, each with its replacement."""
 
 
-def remove_seed_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def remove_fairseq_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Remove the flags of ``NO_EFFECT`` from arguments that belong to no option.
 
     Returns:

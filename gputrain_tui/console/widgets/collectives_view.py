@@ -1,0 +1,104 @@
+"""Panel of one rank's collectives: a table of its process groups, and the single calls of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from textual.binding import BindingType
+
+from gputrain_tui.console.actions import bindings
+from gputrain_tui.console.widgets.canvas import Copyable
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, format_value, pad, title_row
+from gputrain_tui.console.widgets.panel import ScrolledText
+from gputrain_tui.headless.number_text import percent
+from gputrain_tui.state import RankView
+from gputrain_tui.state.figures import group_figures
+from gputrain_tui.tables import printable, size
+
+if TYPE_CHECKING:
+    from gputrain_tui.console.live import LiveRun
+
+NONE_TEXT = "no collectives besides DDP's gradients were measured"
+RANKS_SHOWN = 4
+"""Ranks of a group that are named; of a larger one only their number is shown."""
+NUMBER_CELLS = 10
+
+
+def collective_rows(view: RankView) -> Iterator[Row]:
+    """Yield the table of a rank's groups, and below it the single calls of its newest detailed step."""
+    figures = group_figures(view)
+    if not figures:
+        return
+    name_cells = max(len("group"), *(len(each.name) for each in figures)) + 2
+    heads = _numbers("calls", "bytes", "wait ms", "share")
+    yield [(f" {'group':<{name_cells}}{'ranks':<14}{heads}  operations", "dim")]
+    for each in figures:
+        shown = ", ".join(map(str, each.ranks)) if len(each.ranks) <= RANKS_SHOWN else f"{len(each.ranks):,} ranks"
+        figures_of = format_value(each.calls), size(int(each.bytes)), format_value(each.exposed_ms), percent(each.share)
+        operations = ", ".join(f"{name} {calls:g}" for name, calls in each.operations.items())
+        yield [
+            (f" {printable(each.name):<{name_cells}}", "accent"),
+            (pad(shown or EMPTY, 14), "dim"),
+            (_numbers(*figures_of), "bright"),
+            (f"  {printable(operations)}", "dim"),
+        ]
+    step = view.groups.detailed
+    if step is None or not step.calls:
+        return
+    yield []
+    at = f"step {step.step:,}" if step.steps == 1 else f"a step up to {step.step:,}"
+    yield [(f" calls of {at}", "title")]
+    yield [(_numbers("at ms", "took ms", "wait ms", "bytes"), "dim")]
+    for call in step.calls:
+        times = map(format_value, (call.start_ms, call.total_ms, call.exposed_ms))
+        yield [
+            (_numbers(*times, size(call.bytes)), "bright"),
+            (f"  {printable(call.operation)}", "accent"),
+            (f" of {printable(call.group)}", "dim"),
+        ]
+
+
+def _numbers(*values: str) -> str:
+    return "".join(f"{value:>{NUMBER_CELLS}}" for value in values)
+
+
+class CollectivesView(ScrolledText):
+    """Panel of the collectives of the selected rank."""
+
+    PLACE = "text"
+    BINDINGS: ClassVar[list[BindingType]] = [*bindings("text")]
+
+    def __init__(self, live: LiveRun, rank: int, *, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self._live = live
+        self._rank = rank
+        self._drawn: object = None
+
+    def show_rank(self, rank: int) -> None:
+        self._rank = rank
+        self.redraw()
+
+    def tick(self) -> None:
+        """Redraw the panel if the run has changed."""
+        if self._live.version != self._drawn:
+            self._drawn = self._live.version
+            self.redraw()
+
+    def _view(self) -> RankView | None:
+        return self._live.state.ranks.get(self._rank)
+
+    def copyable(self) -> Copyable | None:
+        view = self._view()
+        rows = [] if view is None else list(collective_rows(view))
+        lines = ["".join(text for text, _ in row).rstrip() for row in rows]
+        return Copyable("\n".join(lines), "the collectives") if lines else None
+
+    def draw(self, width: int, height: int) -> list[Row]:
+        view = self._view()
+        rows = [] if view is None else list(collective_rows(view))
+        if view is None or not rows:
+            return [title_row(width, [("collectives", "title")]), *centred_text(width, height - 1, [NONE_TEXT])]
+        steps = sum(event.steps for event in view.groups.recent)
+        span = [[(f"means of the last {steps:,} step{'s' * (steps != 1)}", "dim")]]
+        return [title_row(width, [("collectives", "title")], span), *self.in_view(rows, height - 1)]

@@ -1,0 +1,260 @@
+"""Loops without DistributedDataParallel, or with other shapes than batches from a loader, measured unchanged."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_group import Gang
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainer.contract.record import Step, decode_events
+from trainer.telemetry import instrument
+
+BATCH = 8
+STEPS = 20
+OWN_CODE_MS = 20.0
+ON_CPU = hasattr(torch.cpu.Stream, "record_event")
+"""Whether FSDP2 works on CPU ranks."""
+
+Loop = Callable[[int, int], tuple[nn.Module, list[float]]]
+"""Takes the rank and a number of steps; returns the model and the loss that each step is to have on record."""
+
+
+class Block(nn.Module):
+    def __init__(self, *, recomputes: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 16), nn.Linear(16, 4)
+        self.recomputes = recomputes
+
+    def forward(self, x: Tensor) -> Tensor:
+        def inner(y: Tensor) -> Tensor:
+            z: Tensor = self.down(torch.tanh(self.up(y)))
+            return y + z
+
+        y: Tensor = checkpoint(inner, x, use_reentrant=False) if self.recomputes else inner(x)
+        return y
+
+
+class Net(nn.Module):
+    def __init__(self, *, recomputes: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(recomputes=recomputes), Block(recomputes=recomputes))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.blocks(x))
+        return y
+
+
+class NetWithLoss(Net):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        outputs = super().forward(x)
+        return outputs, outputs.square().mean()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def batches(rank: int, count: int) -> list[Tensor]:
+    points = torch.randn(count * BATCH, 4, generator=torch.Generator().manual_seed(rank))
+    return list(points.split(BATCH))
+
+
+def loader(rank: int, count: int) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.cat(batches(rank, count))), batch_size=BATCH)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> float:
+    loss = model(batch).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+# ----------------------------------------------------------------------------------------------------- the loops
+
+
+def sharded_by_block(rank: int, steps: int) -> tuple[nn.Module, list[float]]:
+    """FSDP2 with mixed precision and recomputed blocks, whose gradients are summed over two batches."""
+    model = Net(recomputes=True)
+    mesh = init_device_mesh("cpu", (2,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = sgd(model)
+    losses: list[float] = []
+    for number, (batch,) in enumerate(loader(rank, 2 * steps)):
+        last = bool(number % 2)
+        model.set_requires_gradient_sync(last)  # type: ignore[operator]
+        loss = model(batch).float().square().mean() / 2
+        loss.backward()
+        losses = [*losses[:-1], losses[-1] + loss.item()] if last else [*losses, loss.item()]
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, losses
+
+
+def sharded_flat(rank: int, steps: int) -> tuple[nn.Module, list[float]]:
+    """FSDP1."""
+    model = FullyShardedDataParallel(
+        Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu")
+    )
+    optimizer = sgd(model)
+    return model, [train(model, optimizer, batch) for (batch,) in loader(rank, steps)]
+
+
+def tensor_parallel(rank: int, steps: int) -> tuple[nn.Module, list[float]]:
+    """Both ranks have a half of each block, and the same batches; the loss is a DTensor."""
+    model, mesh = Net(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    optimizer = sgd(model)
+    losses = []
+    for (batch,) in loader(0, steps):
+        optimizer.zero_grad()
+        loss = DTensor.from_local(model(batch), mesh, [Replicate()]).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.to_local().item())
+    return model, losses
+
+
+def own_reduction(rank: int, steps: int) -> tuple[nn.Module, list[float]]:
+    """A sharded optimizer, and gradients that the script reduces itself."""
+    model = Net()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
+    losses = []
+    for (batch,) in loader(rank, steps):
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+        losses.append(loss.item())
+    return model, losses
+
+
+def without_loader(rank: int, steps: int, *, wrapped: bool = True) -> tuple[nn.Module, list[float]]:
+    """Data from a function, which is called while the model's loss is there and backward was not called yet."""
+    model: nn.Module = DDP(NetWithLoss()) if wrapped else NetWithLoss()
+    optimizer = sgd(model)
+    following = iter(batches(rank, 2 * steps + 1))
+
+    def get_batch() -> Tensor:
+        end = time.perf_counter() + OWN_CODE_MS / 2e3
+        while time.perf_counter() < end:
+            pass
+        return next(following)
+
+    batch, losses = get_batch(), []
+    for _ in range(steps):
+        losses.append(0.0)
+        for last in (False, True):
+            model.require_backward_grad_sync = last  # type: ignore[assignment]
+            _, loss = model(batch)
+            loss = loss / 2
+            batch = get_batch()
+            loss.backward()
+            losses[-1] += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, losses
+
+
+def without_loader_and_wrapper(rank: int, steps: int) -> tuple[nn.Module, list[float]]:
+    return without_loader(rank, steps, wrapped=False)
+
+
+# ----------------------------------------------------------------------------------------------------- the tests
+
+
+@pytest.fixture(scope="module")
+def gang() -> Iterator[Gang]:
+    gang = Gang(2)
+    yield gang
+    gang.close()
+
+
+def _run(rank: int, world_size: int, folder: str | None, loop: Loop, steps: int) -> tuple[list[Tensor], list[float]]:
+    torch.manual_seed(1)
+    if folder is not None:
+        instrument.install(Path(folder, f"{rank}.ndjson"), rank)
+    try:
+        model, losses = loop(rank, steps)
+    finally:
+        instrument.finish()
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    hooks = [hook for module in model.modules() for hook in module._forward_hooks.values()]
+    assert not [hook for hook in hooks if type(hook).__module__.startswith("trainer")]
+    parameters = [parameter.detach() for parameter in model.parameters()]
+    return [getattr(parameter, "_local_tensor", parameter).clone() for parameter in parameters], losses
+
+
+def _steps(folder: Path, rank: int) -> list[Step]:
+    path = folder / f"{rank}.ndjson"
+    return [event for event in decode_events(path.read_bytes()) if isinstance(event, Step)]
+
+
+def _mean(events: list[Step], name: str) -> float | None:
+    """Return the mean of a duration over the steps after the first event; None where it is absent."""
+    known = [(getattr(event, name), event.steps) for event in events[1:] if getattr(event, name) is not None]
+    return sum(value * steps for value, steps in known) / sum(steps for _, steps in known) if known else None
+
+
+PHASES = ("data_ms", "forward_ms", "backward_ms", "optimizer_ms", "sync_exposed_ms")
+LOOPS: dict[Loop, tuple[set[str], tuple[int | None, int | None]]] = {
+    sharded_by_block: (set(), (2 * BATCH, 2 * BATCH)),
+    sharded_flat: (set(), (BATCH, BATCH)),
+    tensor_parallel: (set(), (BATCH, None)),
+    own_reduction: (set(), (BATCH, BATCH)),
+    without_loader: ({"data_ms"}, (2 * BATCH, 2 * BATCH)),
+    without_loader_and_wrapper: ({"data_ms", "sync_exposed_ms"}, (2 * BATCH, 2 * BATCH)),
+}
+"""Loops, with the durations that cannot be known of them, and the samples of each rank in a step."""
+
+
+@pytest.mark.parametrize("steps", [STEPS, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "loop",
+    [
+        pytest.param(loop, marks=pytest.mark.skipif(not ON_CPU, reason="FSDP2 of this torch needs a GPU"))
+        if loop is sharded_by_block
+        else loop
+        for loop in LOOPS
+    ],
+    ids=lambda loop: loop.__name__,
+)
+def test_phases_loss_and_samples_of_a_loop_are_on_record_and_its_results_are_its_own(
+    gang: Gang, tmp_path: Path, loop: Loop, steps: int
+) -> None:
+    measured, alone = gang.run(_run, str(tmp_path), loop, steps), gang.run(_run, None, loop, steps)
+    unknown, samples = LOOPS[loop]
+    for rank, ((parameters, losses), (theirs, _)) in enumerate(zip(measured, alone, strict=True)):
+        assert all(torch.equal(one, other) for one, other in zip(parameters, theirs, strict=True))
+        events = _steps(tmp_path, rank)
+        assert [loss for event in events for loss in (event.losses or [event.loss])] == pytest.approx(losses, rel=1e-5)
+        assert {name for name in PHASES if _mean(events, name) is None} == unknown
+        expected = samples[rank]
+        assert [event.samples for event in events[1:]] == [expected and expected * event.steps for event in events[1:]]
+        if "data_ms" in unknown:  # that is the script's own code, wherever it is in the step
+            assert (_mean(events, "other_ms") or 0.0) >= OWN_CODE_MS

@@ -1,0 +1,157 @@
+"""``python -m trainer.predict``, and exported weights that are used without this package."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from documents import blocks
+
+from trainer import export_weights, predict
+from trainer.checkpoint import write_file
+from trainer.contract.task_options import DocNNOptions, MnistOptions
+from trainer.tasks.docnn import DocNNTask
+from trainer.tasks.lm import LanguageModel
+from trainer.tasks.mnist import MnistTask
+
+STATE = {"words": "\n".join(["a", "good", "bad", "film"]), "labels": ["no", "yes"]}
+DOCNN = ["--task=docnn", "--train-path=none.tsv", "--dropout=0.5"]
+
+
+@pytest.fixture(scope="module")
+def docnn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    task = DocNNTask(DocNNOptions(train_path="none.tsv"))
+    task.load_state_dict(STATE)
+    path = tmp_path_factory.mktemp("docnn") / "best.pt"
+    state = {"task": "docnn", "updates": 3, "model": task.model().state_dict(), "task_state": STATE}
+    write_file(path, state, run="some-run")
+    return path
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
+    """Set standard input."""
+
+    def type_in(content: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+    return type_in
+
+
+def predicted(capfdbinary: pytest.CaptureFixture[bytes], *words: object) -> tuple[int, list[Any], str]:
+    code = predict.main([str(word) for word in words])
+    printed = capfdbinary.readouterr()
+    return code, [json.loads(line) for line in printed.out.splitlines()], printed.err.decode()
+
+
+def test_lines_and_objects_give_equal_predictions_and_those_of_the_exported_weights(
+    docnn: Path, typed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    texts = ["A good film", "bad bad unknown", "film"]
+    typed("\n".join(texts).encode())
+    code, by_line, said = predicted(capfdbinary, docnn, "--", *DOCNN)
+    assert (code, said) == (0, "")
+    objects = tmp_path / "rows.jsonl"
+    objects.write_text("".join(json.dumps({"text": text, "other": 1}) + "\n" for text in texts))
+    _, by_object, _ = predicted(capfdbinary, docnn, "--input", objects, "--batch", 2, "--", *DOCNN)
+    assert [each["label"] for each in by_object] == [each["label"] for each in by_line]
+    exported = tmp_path / "model.safetensors"
+    assert export_weights.main([str(docnn), str(exported)]) == 0
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(blocks("exports", "python")[0], names)
+    for text, one, other in zip(texts, by_line, by_object, strict=True):
+        label, probability = names["classify"](text)
+        assert one["label"] == label
+        for each in (one, other):  # neither the other sentences of a batch nor the padding count
+            assert each["probabilities"][label] == pytest.approx(probability, rel=1e-5)
+            assert sum(each["probabilities"].values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("typed_in", "words", "lines", "text"),
+    [
+        (b"{\"text\": \"a\"}\n{\"txt\": 1}\n", ["--batch=1"], 1,
+         "standard input, line 2: there is no column 'text'; its columns are 'txt'"),
+        (b"good\n\xff\n", [], 0, "standard input, line 2: is no UTF-8"),
+        (b"{\"text\": \"a\"}\nplain\n", [], 0, "standard input, line 2: is no JSON object like the first line"),
+        (b"", ["--input=none"], 0, "--input none: does not exist"),
+        (b"", ["--run=other"], 0, "it is a checkpoint of some-run, not of other"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_predicted_is_one_line(
+    docnn: Path, typed: Any, capfdbinary: pytest.CaptureFixture[bytes], typed_in: bytes, words: list[str], lines: int,
+    text: str,
+) -> None:  # fmt: skip
+    typed(typed_in)
+    code, printed, said = predicted(capfdbinary, docnn, *words, "--", *DOCNN)
+    assert (code, len(printed)) == (2, lines)
+    assert text in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--task=lm", "--data=none"], "is a checkpoint of task docnn, not of lm"),
+        ([*DOCNN, "--kernel-num=7"], "does not fit this model"),
+        (["--task=masked_lm", "--data=none", "--vocab=none"], "has no predict(model, rows)"),
+        ([*DOCNN, "--widht=3"], "--widht=3 is not an option"),
+        ([], "--task is missing"),
+    ],
+)
+def test_another_training_than_the_checkpoints_is_refused(
+    docnn: Path, typed: Any, capfdbinary: pytest.CaptureFixture[bytes], flags: list[str], text: str
+) -> None:
+    typed(b"good\n")
+    code, printed, said = predicted(capfdbinary, docnn, "--", *flags)
+    assert (code, printed) == (2, [])
+    assert text in said
+
+
+def test_digits_are_read_from_an_idx_file_and_from_json(
+    typed: Any, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    torch.manual_seed(0)
+    path = tmp_path / "best.pt"
+    write_file(path, {"task": "mnist", "model": MnistTask(MnistOptions(data="none")).model().state_dict()})
+    images = torch.randint(0, 256, (3, 28, 28), dtype=torch.uint8)
+    idx = tmp_path / "t10k-images-idx3-ubyte.gz"
+    content = bytes(images.flatten().tolist())
+    idx.write_bytes(gzip.compress(b"\0\0\x08\x03" + struct.pack(">III", 3, 28, 28) + content))
+    task = ("--", "--task=mnist", "--data=none")
+    code, of_file, said = predicted(capfdbinary, path, "--input", idx, "--batch", 2, *task)
+    assert (code, said, len(of_file)) == (0, "", 3)
+    rows = [json.dumps({"pixels": image.flatten().tolist()}) for image in images]
+    typed("\n".join(rows).encode())
+    _, of_lines, _ = predicted(capfdbinary, path, *task)
+    assert [each["digit"] for each in of_lines] == [each["digit"] for each in of_file]
+    typed(b'{"pixels": [1, 2]}')
+    code, _, said = predicted(capfdbinary, path, *task)
+    assert code == 2
+    assert "standard input, line 1: pixels has 2 numbers, not 28 × 28" in said
+
+
+def test_a_text_is_continued_alike_each_time(
+    typed: Any, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    flags = ["--task=lm", "--data=none", "--dim=16", "--heads=2", "--layers=1", "--sample-bytes=5"]
+    torch.manual_seed(0)
+    options = LanguageModel.Options(data="none", dim=16, heads=2, layers=1)
+    path = tmp_path / "best.pt"
+    write_file(path, {"task": "lm", "model": LanguageModel(options).model().state_dict()})
+    typed(b"one\none\n\n")
+    code, printed, _ = predicted(capfdbinary, path, "--", *flags)
+    assert code == 0
+    assert printed[0] == printed[1]
+    assert printed[0]["text"].startswith("one")
+    assert len(printed) == 3

@@ -1,0 +1,180 @@
+"""``python -m trainer.predict``: predictions with a checkpoint's weights, one JSON line for each input.
+
+The console, which does not import torch, runs it. Torch is imported only after the request is checked, so that refusals
+come at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from argparse import ArgumentParser
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from trainer.contract.errors import CheckpointError, ExitCode, RequestError, print_message, quoted
+from trainer.contract.options import Training
+from trainer.contract.schema import check, describe, read_flags
+
+STDIN = "-"
+TEXT = "text"
+"""Column of an input that is a line of plain text."""
+
+
+class InputRow(dict[str, Any]):
+    """One input by column; a column that it lacks is refused with the place of the row."""
+
+    def __init__(self, columns: Mapping[str, Any], where: str) -> None:
+        super().__init__(columns)
+        self.where = where
+        """Such as ``reviews.jsonl, line 3``."""
+
+    def __missing__(self, column: str) -> Any:
+        known = ", ".join(map(quoted, self)) or "none"
+        raise RequestError(f"{self.where}: there is no column {quoted(column)}; its columns are {known}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code; an error is one line on standard error."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    own, training_flags = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    parser = ArgumentParser(prog="python -m trainer.predict", description=__doc__, allow_abbrev=False)
+    parser.add_argument("checkpoint", type=Path, help="a file, or a folder, whose newest intact checkpoint is used")
+    parser.add_argument("--run", default="", help="only a checkpoint of this run")
+    parser.add_argument("--input", default=STDIN, help="a file; - reads lines from standard input")
+    parser.add_argument("--batch", type=int, default=64, help="most inputs of one prediction")
+    parser.add_argument("--program", default="trainer", help="name of the program in messages")
+    args = parser.parse_args(own)
+    try:
+        _predict(args.checkpoint, args.run, args.input, args.batch, training_flags)
+    except (RequestError, CheckpointError) as error:
+        print_message(str(error), program=args.program)
+        return ExitCode.BAD_REQUEST
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that flushing at exit does not fail too
+        return ExitCode.FINISHED
+    except KeyboardInterrupt:
+        return ExitCode.STOPPED
+    return ExitCode.FINISHED
+
+
+def _predict(checkpoint: Path, run: str, source: str, batch: int, training_flags: Sequence[str]) -> None:
+    training, rest = _read_training(training_flags)
+    if source != STDIN and not Path(source).is_file():
+        raise RequestError(f"--input {source}: {'is no file' if Path(source).exists() else 'does not exist'}")
+
+    # numpy is no dependency; torch warns of that while it is imported.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    import torch
+
+    from trainer.checkpoint import open_checkpoint, weights_of
+    from trainer.engine.task_state import TASK_STATE, restore
+    from trainer.tasks.registry import load_task
+    from trainer.tasks.task import Task
+
+    kind = load_task(training.task)
+    schema = describe(kind.Options)
+    values, unknown = read_flags(rest, schema)
+    if unknown:
+        raise RequestError(f"{unknown[0]} is not an option of the trainer or of task {training.task}")
+    flags = {option.name: option.flag for option in schema}
+    task = kind(check(kind.Options, values, where=lambda name: flags.get(name, name)))
+    if kind.predict is Task.predict:
+        raise RequestError(f"task {training.task} has no predict(model, rows)")
+    path, state, _ = open_checkpoint(checkpoint, flag="--checkpoint", run=run)
+    if state.get("task") not in (None, training.task):
+        raise RequestError(f"{path} is a checkpoint of task {state['task']}, not of {training.task}")
+    if task_state := state.get(TASK_STATE):
+        restore(task, task_state, source=str(path))
+    elif kind.state_dict is not Task.state_dict:
+        raise RequestError(f"{path} does not hold the state of its task, such as a vocabulary: it cannot predict")
+    model = task.model()
+    try:
+        model.load_state_dict(weights_of(state, source=str(path)))
+    except RuntimeError as error:
+        raise RequestError(f"{path} does not fit this model: {' '.join(str(error).split())[:300]}") from None
+    del state
+    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    encoder = msgspec.json.Encoder()
+    with torch.inference_mode():
+        for rows in _batches(task, source, batch):
+            predictions = task.predict(model, rows)
+            if not isinstance(predictions, Sequence) or len(predictions) != len(rows):
+                raise RequestError(f"{type(task).__name__}.predict() must return a list with one dict for each row")
+            for prediction in predictions:
+                sys.stdout.buffer.write(encoder.encode(prediction) + b"\n")
+            sys.stdout.buffer.flush()
+
+
+def _read_training(words: Sequence[str]) -> tuple[Training, list[str]]:
+    """Return the options of the training, of which the task counts, and the flags of the task."""
+    known = describe(Training)
+    values, rest = read_flags(words, known)
+    flags = {option.name: option.flag for option in known}
+    training = check(Training, values, where=lambda name: flags.get(name, name))
+    if not training.task:
+        raise RequestError("--task is missing: after --, give the flags of the training")
+    return training, rest
+
+
+def _batches(task: Any, source: str, size: int) -> Iterator[list[InputRow]]:
+    """Yield the inputs in order, at most ``size`` at a time, and from a pipe those that have come."""
+    own = None if source == STDIN else task.read_inputs(Path(source))
+    if own is not None:
+        rows = (InputRow(columns, f"{source}, {index}") for index, columns in enumerate(own, start=1))
+        while batch := list(islice(rows, size)):
+            yield batch
+        return
+    if source == STDIN:
+        yield from _rows(sys.stdin.buffer, "standard input", size)
+        return
+    with Path(source).open("rb") as file:
+        yield from _rows(file, source, size)
+
+
+def _rows(file: BinaryIO, name: str, size: int) -> Iterator[list[InputRow]]:
+    """Yield the rows of a file's lines: JSON objects if the first one is one, else plain text."""
+    number, is_json = 0, None
+    for lines in _lines(file):
+        for start in range(0, len(lines), size):
+            rows = []
+            for line in lines[start : start + size]:
+                number += 1
+                if is_json is None:
+                    is_json = line.lstrip().startswith(b"{")
+                rows.append(_row(line, f"{name}, line {number}", is_json=is_json))
+            yield rows
+
+
+def _lines(file: BinaryIO) -> Iterator[list[bytes]]:
+    """Yield the lines of a file, as many at once as have come."""
+    rest = b""
+    # read1 returns what is there, where read would wait for a slow writer to fill its buffer.
+    for chunk in chain(iter(lambda: file.read1(1 << 16), b""), [b""]):  # type: ignore[attr-defined]
+        *lines, rest = (rest + chunk).split(b"\n")
+        if lines:
+            yield lines
+    if rest:
+        yield [rest]
+
+
+def _row(line: bytes, where: str, *, is_json: bool) -> InputRow:
+    if is_json:
+        try:
+            columns = msgspec.json.decode(line, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RequestError(f"{where}: is no JSON object like the first line: {error}") from None
+        return InputRow(columns, where)
+    try:
+        return InputRow({TEXT: line.decode("utf-8").removesuffix("\r")}, where)
+    except UnicodeDecodeError:
+        raise RequestError(f"{where}: is no UTF-8") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

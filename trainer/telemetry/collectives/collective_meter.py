@@ -1,0 +1,327 @@
+"""Readings of a rank's collectives, taken in the training thread."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from trainer.telemetry.clocks import Clock, CudaClock, Mark
+from trainer.telemetry.collectives.group_names import GroupNames
+from trainer.telemetry.collectives.readings import Call, StepCollectives
+from trainer.telemetry.collectives.side_streams import SideStreams
+from trainer.telemetry.torch_compile import leave_uncompiled
+
+RUN_DELAY_INTERVAL_S = 1e-3
+"""Minimum time between two readings of the run delay: a step may have hundreds of calls."""
+
+
+_comm_hooks = 0
+"""Comm hooks that are running; their buckets are measured otherwise."""
+
+
+def uncounted(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a comm hook whose collectives no meter follows."""
+
+    def call(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+        global _comm_hooks
+        _comm_hooks += 1
+        try:
+            return hook(state, bucket)
+        finally:
+            _comm_hooks -= 1
+
+    leave_uncompiled(call, callees=True)
+    return call
+
+
+class CollectiveMeter:
+    """Followed collectives of the training thread, step by step.
+
+    A call is followed from ``begin`` over ``launched`` to the end of the wait for its work or its tensors. What one
+    function of torch calls for another, such as the two gathers of ``all_gather_object``, is one call.
+
+    Nothing here raises: the first fault ends the measuring.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self.fault: str | None = None
+        """Why nothing is measured any more; None without a fault."""
+        self.blocked: Call | None = None
+        """The collective that the training thread is in, or waits for."""
+        self.names = GroupNames()
+        self._mark: Callable[[], Mark] = lambda: None
+        self._streams: SideStreams | None = None
+        """On a GPU."""
+        self._is_capturing: Callable[[], bool] = lambda: False
+        self._thread = 0
+        self._in_backward: Callable[[], bool] = lambda: False
+        self._phases: Sequence[object] = ()
+        self._step = StepCollectives(self.names.named, detailed=False)
+        self._seen = False
+        self._works: dict[int, tuple[ref[Any], Call]] = {}
+        """Calls by the address of their ``Work``."""
+        self._tensors: dict[int, Call] = {}
+        """Calls by the address of the storage of their results."""
+        self._outer: Call | None = None
+        """The call of a function that calls collectives itself."""
+        self._last: dict[int, Call] = {}
+        """Newest call by group."""
+
+    def attach(self, clock: Clock, in_backward: Callable[[], bool]) -> None:
+        """Begin to follow the calls of this thread, and those of autograd's threads in its backward passes."""
+        self._mark = lambda: clock.mark(every_s=RUN_DELAY_INTERVAL_S)
+        if isinstance(clock, CudaClock):
+            self._streams = SideStreams(clock.stream_handle)
+            self._is_capturing = clock.is_capturing
+        self._thread = threading.get_ident()
+        self._in_backward = in_backward
+        self.on = True
+
+    def close(self) -> None:
+        self.on = False
+
+    # ------------------------------------------------------------------------------------------------------- steps
+
+    def begin_step(self, phases: Sequence[object], *, detailed: bool = False) -> None:
+        """Drop what is not taken; ``phases`` are those of the step that begins, and grow with it."""
+        self._phases = phases
+        self._step = StepCollectives(self.names.named, detailed)
+        if self._streams is not None:
+            self._streams.begin_step()
+
+    def take(self) -> StepCollectives | None:
+        """Return the collectives of the step that ends; None before the first one, and after a fault."""
+        return self._step if self._seen and self.fault is None else None
+
+    def exclude(self, phases: int) -> None:
+        """Drop the collectives after the first ``phases`` phases of the step."""
+        step = self._step
+        step.calls = [call for call in step.calls if call.interval < phases]
+        step.waits = [wait for wait in step.waits if wait[1] < phases]
+
+    def blocked_in(self) -> str:
+        """Describe the collective in which the training thread is blocked; empty without one. For other threads."""
+        call = self.blocked
+        return "" if call is None else f"it waits in {call.operation} of {self.names.named[call.group].name}"
+
+    # ------------------------------------------------------------------------------------------------------- calls
+
+    def begin(self, group: Any, operation: str, tensors: Any) -> Call | None:
+        """Follow a call that hands its work back; None where it is not measured.
+
+        Args:
+            group: Process group.
+            operation: Such as ``all_gather``.
+            tensors: Tensor or nested lists of them whose bytes count.
+        """
+        if not self._followed():
+            return None
+        try:
+            call = self._outer
+            if call is None:
+                index = self.names.index(group)
+                if index is None:
+                    return None
+                call = self._add(index, operation, bytes_of(tensors))
+            else:
+                call.bytes += bytes_of(tensors)
+                call.begun = self._mark()
+            self.blocked = call
+            return call
+        except Exception as error:  # noqa: BLE001 - whatever it is, the script's training goes on
+            self.fail(error)
+            return None
+
+    def launched(self, call: Call, work: Any) -> None:
+        """The call has returned its work; without one it is complete, or has raised."""
+        try:
+            self._end(call, last=work is None)
+            if work is not None:
+                self._works[id(work)] = ref(work), call
+                if len(self._works) > MAX_OPEN:
+                    self._forget()
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+
+    def begin_wait(self, work: Any) -> Call | None:
+        """Follow the wait for a work; None where its call is not followed."""
+        known = self._works.pop(id(work), None)
+        if known is None or known[0]() is not work or not self._followed():
+            return None
+        return self._begin_wait(known[1])
+
+    def begin_tensor_wait(self, tensor: Any) -> Call | None:
+        """Follow the wait for a functional collective's result; None where its call is not followed."""
+        if not self._followed():
+            return None
+        try:
+            call = self._tensors.pop(_storage(tensor), None) or self._outer
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+            return None
+        return None if call is None else self._begin_wait(call)
+
+    def end_wait(self, call: Call) -> None:
+        try:
+            call.waited = True
+            self._end(call, last=True)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+
+    def recorded(self, event: Any, stream: Any) -> None:
+        """An event was recorded on a stream of the GPU, None for the current one."""
+        if self._streams is None or not self._followed():
+            return
+        try:
+            self._streams.recorded(event, stream)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+
+    def begin_event_wait(self, event: Any, stream: Any) -> Call | None:
+        """Follow the wait of a stream for an event; None where no collective is before it."""
+        if self._streams is None or not self._followed():
+            return None
+        try:
+            call = self._streams.awaited(event, stream)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+            return None
+        return None if call is None else self._begin_wait(call)
+
+    def open(self, group: Callable[[], Any], operation: str, tensors: Any = ()) -> Call | None:
+        """Follow a function that calls collectives itself, as one call; None within another, or without a group."""
+        if self._outer is not None or not self._followed():
+            return None
+        try:
+            resolved = group()
+            index = None if resolved is None else self.names.index(resolved)
+            if index is None:
+                return None
+            self._outer = self._add(index, operation, bytes_of(tensors))
+            return self._outer
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+            return None
+
+    def shut(self, call: Call, results: Any = (), *, gathers: bool = False) -> None:
+        """That function has returned or raised.
+
+        Args:
+            call: As ``open`` returned it.
+            results: Tensors that are to be waited for; none if the function has waited itself.
+            gathers: Whether all ranks' parts arrive, so that the bytes are those of all.
+        """
+        try:
+            self._outer = self.blocked = None
+            if gathers:
+                call.bytes *= len(self.names.named[call.group].ranks) or 1
+            tensors = results if isinstance(results, list | tuple) else (results,)
+            if call.waited or not tensors:
+                now = self._mark()
+                self._step.waits.append((call, len(self._phases), now, now, True))
+                return
+            for tensor in tensors:
+                self._tensors[_storage(tensor)] = call
+            if len(self._tensors) > MAX_OPEN:
+                self._forget()
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+
+    def coalesced(self, group: Any, work: Any) -> None:
+        """The work of several calls of a group that were put together is that of the last one."""
+        if not self._followed():
+            return
+        try:
+            index = self.names.index(group)
+            if index is not None and work is not None and index in self._last:
+                self._works[id(work)] = ref(work), self._last[index]
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        if self.fault is not None:
+            return
+        self.on = False
+        self.blocked = self._outer = None
+        self.fault = f"collectives are no longer measured: {type(error).__name__}: {error}"
+        print(f"gputrain: {self.fault}", file=sys.stderr)
+
+    # ----------------------------------------------------------------------------------------------------- readings
+
+    def _followed(self) -> bool:
+        if not self.on or _comm_hooks:
+            return False
+        try:
+            if threading.get_ident() != self._thread and not (
+                # On a GPU the hooks of a backward pass run in a thread of autograd.
+                torch._C._current_graph_task_id() != -1 and self._in_backward()
+            ):
+                return False
+            return self._streams is None or not self._is_capturing()
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+            return False
+
+    def _add(self, group: int, operation: str, nbytes: int) -> Call:
+        call = Call(group, operation, nbytes, len(self._phases), self._mark())
+        self._step.calls.append(call)
+        self._last[group] = call
+        self._seen = True
+        if self._streams is not None:
+            self._streams.issued(call)
+        return call
+
+    def _begin_wait(self, call: Call) -> Call | None:
+        try:
+            self.blocked = call
+            call.begun = self._mark()
+            return call
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+            return None
+
+    def _end(self, call: Call, *, last: bool) -> None:
+        """The training thread is no longer blocked in a call, or in the wait for it."""
+        self.blocked = outer = self._outer
+        if self._streams is not None and self._streams.is_elsewhere():
+            return
+        # A function that calls collectives itself is complete when it returns.
+        self._step.waits.append((call, len(self._phases), call.begun, self._mark(), last and call is not outer))
+
+    def _forget(self) -> None:
+        """Forget works and results for which nothing has waited."""
+        self._works = {key: known for key, known in self._works.items() if known[0]() is not None}
+        if len(self._works) > MAX_OPEN:
+            self._works.clear()
+        self._tensors.clear()
+
+
+MAX_OPEN = 10_000
+"""Calls that are remembered until something waits for them."""
+
+
+def bytes_of(tensors: Any) -> int:
+    """Return the bytes of a tensor, or of all in nested lists."""
+    if type(tensors) is Tensor:
+        return tensors.nbytes
+    if isinstance(tensors, list | tuple):
+        return bytes_of(tensors[0]) if len(tensors) == 1 else sum([bytes_of(each) for each in tensors])
+    if isinstance(tensors, Tensor):
+        # Without the subclass's own code, which might count its calls.
+        with torch._C.DisableTorchFunctionSubclass():
+            return int(tensors.nbytes)
+    return 0
+
+
+def _storage(tensor: Any) -> int:
+    """Return the address of a tensor's storage; of an ``AsyncCollectiveTensor`` that of the tensor in it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        inner = getattr(tensor, "elem", tensor)
+        return int(inner.untyped_storage()._cdata)

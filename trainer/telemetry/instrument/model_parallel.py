@@ -1,0 +1,54 @@
+"""Ranks that train on the same batches as another one, because they hold parts of the same layers."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.optim import Optimizer
+
+
+class ModelParallelism:
+    """Which mesh dimensions are of data parallelism, and whether this rank's batches are another one's too."""
+
+    def __init__(self) -> None:
+        self._data_dimensions: set[str] = set()
+        """Names of the mesh dimensions over which FSDP2 shards or replicates; empty for a mesh without names."""
+        self._repeating: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+
+    def note_sharding(self, state: Any) -> None:
+        """Note over which dimensions FSDP2 shards parameters, by the state of its root."""
+        if self._data_dimensions:
+            return
+        for each in state._state_ctx.all_states:
+            # There is one group before torch 2.12.
+            groups = getattr(each, "_fsdp_param_groups", None) or [each._fsdp_param_group]
+            for group in groups:
+                if group is not None:
+                    self._data_dimensions.update(group.mesh_info.mesh.mesh_dim_names or ("",))
+
+    def repeats_batches(self, optimizer: Optimizer) -> bool:
+        """Return whether another rank, with parts of the same parameters, counts this rank's batches.
+
+        That is so where a parameter, a DTensor, is sharded over a mesh dimension other than those of data parallelism,
+        as in tensor parallelism, and this rank is not the first one of that dimension.
+        """
+        repeats = self._repeating.get(optimizer)
+        if repeats is None:
+            repeats = self._repeating[optimizer] = _repeats(optimizer, self._data_dimensions)
+        return repeats
+
+
+def _repeats(optimizer: Optimizer, data_dimensions: Set[str]) -> bool:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            mesh: Any = getattr(parameter, "device_mesh", None)
+            if mesh is None:
+                continue  # no DTensor
+            names = mesh.mesh_dim_names or [""] * mesh.ndim
+            place = mesh.get_coordinate() or [0] * mesh.ndim
+            for name, index, placement in zip(names, place, parameter.placements, strict=True):
+                if name not in data_dimensions and index and not placement.is_replicate():
+                    return True
+    return False

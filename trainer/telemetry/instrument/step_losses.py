@@ -1,0 +1,116 @@
+"""Losses of a step: the numbers on which a script calls backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from trainer.telemetry.clocks import Scalar
+
+
+class StepLosses:
+    """Losses of the step so far.
+
+    The loss of a step is the sum of the scalars on which backward was called, before a GradScaler scaled them: the
+    step's gradient is the gradient of that sum. Scripts that accumulate divide by the number of passes, which makes it
+    their mean. Where an optimizer calls its closure several times, as LBFGS does, it is the sum in the first call, at
+    the parameters from before the step, which is what these optimizers return.
+    """
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor | float | None] = []
+        """None for one that cannot be read."""
+        self._before = 0
+        """Number of losses before the last backward pass."""
+        self._after_closure: int | None = None
+        """Number of losses after the first call of the closure in an optimizer's step; None before its end."""
+        self._scaled: tuple[Any, Tensor, Tensor | None] | None = None
+        """Reference to a loss that a GradScaler has scaled, the unscaled loss, and the scale."""
+
+    def scale(self, scaled: Any, loss: Any, scale: Any) -> None:
+        if isinstance(scaled, Tensor) and isinstance(loss, Tensor):
+            factor = scale.detach().clone() if isinstance(scale, Tensor) else None
+            self._scaled = ref(scaled), loss.detach(), factor
+
+    def add(self, output: Tensor) -> Tensor | None:
+        """Add the tensor on which backward is called, if it is a number; return its scale, None if it has none."""
+        self._before = len(self._losses)
+        scaled, self._scaled = self._scaled, None
+        factor = None
+        if scaled is not None and scaled[0]() is output:
+            output, factor = scaled[1:]
+        if output.numel() == 1 and output.is_floating_point():
+            self._losses.append(_number(output))
+        return factor
+
+    def remove_last(self) -> None:
+        """Remove what the last backward pass added, because it failed."""
+        del self._losses[self._before :]
+
+    def end_closure(self) -> bool:
+        """End a call of an optimizer's closure; return whether it was the first one of the step."""
+        first = self._after_closure is None
+        if first:
+            self._after_closure = len(self._losses)
+        del self._losses[self._after_closure :]
+        return first
+
+    def end_optimizer(self) -> None:
+        self._after_closure = None
+
+    def total(self, device: torch.device) -> Scalar:
+        """Return the loss of the step.
+
+        None if one of the losses cannot be read, or is on another device: copying it would wait for that.
+        """
+        numbers = [loss for loss in self._losses if isinstance(loss, float)]
+        tensors = [loss for loss in self._losses if isinstance(loss, Tensor) and loss.device.type == device.type]
+        if numbers and len(numbers) == len(self._losses):
+            return sum(numbers)
+        if tensors and len(tensors) == len(self._losses):
+            return tensors[0] if len(tensors) == 1 else torch.stack(tensors).sum()
+        return None
+
+    def clear(self) -> None:
+        self._losses = []
+
+
+def _number(output: Tensor) -> Tensor | float | None:
+    """Return a loss as a number, on a GPU as a copy of it; None where reading it may take a collective."""
+    if type(output).__name__ == "DTensor":  # by its name: importing it takes long
+        distributed: Any = output
+        if not all(placement.is_replicate() for placement in distributed.placements):
+            return None
+        output = distributed._local_tensor
+    if type(output) is not Tensor:
+        return None
+    # Only on the host can the number be read without waiting for it.
+    if output.device.type == "cpu":
+        return output.item()
+    return output.detach().reshape(()).to(torch.float32, copy=True)
+
+
+def newest_number(output: Any, depth: int = 2) -> int | None:
+    """Return the place in autograd's order of the newest number in a model's output; None without one."""
+    if isinstance(output, Tensor):
+        if output.grad_fn is None or output.numel() != 1:
+            return None
+        return int(output.grad_fn._sequence_nr())
+    if isinstance(output, Mapping):
+        output = output.values()
+    elif not isinstance(output, Sequence) or isinstance(output, str | bytes):
+        return None
+    places = [newest_number(value, depth - 1) for value in output] if depth else []
+    return max((place for place in places if place is not None), default=None)
+
+
+def is_made_of(loss: Tensor, place: int | None) -> bool:
+    """Whether a loss is a number in the model's output of this place, perhaps scaled or divided, with no more to it."""
+    few_operations = 4  # maximum operations of a scaling: a loss that is computed outside of the model takes more
+    if place is None or loss.grad_fn is None:
+        return False
+    return bool(0 <= loss.grad_fn._sequence_nr() - place <= few_operations)
