@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +39,11 @@ class Place:
     slurm: Slurm | None = None
     daemons: frozenset[int] = frozenset()
 
-    def write(self, table: Sequence[str], slurm_table: Sequence[str]) -> None:
+    def write(
+        self, table: Sequence[str], slurm_table: Sequence[str], task: Mapping[str, Any], train: Mapping[str, Any]
+    ) -> None:
         lines = [*table, f'env = {{ PYTHONPATH = "{PYTHONPATH}" }}']
-        text = recipe(self.node_hosts, self.ranks, **ENDLESS, save_every_updates=SAVE_EVERY)
+        text = recipe(self.node_hosts, self.ranks, task=task, **ENDLESS, save_every_updates=SAVE_EVERY, **train)
         text = text.replace("[train]", "\n".join(["[cluster]", *lines, "[train]"]))
         if self.slurm is not None:
             text += "\n".join(["[slurm]", *slurm_table]) + "\n"

@@ -16,6 +16,9 @@ from trainer.distributed import get_rank
 class HostOptions(TinyOptions):
     pause_s: float = 0.0
     """Least time of a step, for a training that must outlast a limit whose end it cannot await."""
+    slow: str = ""
+    """What once takes ``slow_s``: a ``validation`` or, the third time, a ``checkpoint``."""
+    slow_s: float = 75.0
 
 
 class HostTask(TinyTask):
@@ -27,4 +30,17 @@ class HostTask(TinyTask):
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:
         time.sleep(self.options.pause_s)
+        if not model.training:
+            self._be_slow("validation", 1)
         return super().loss(model, batch)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        self._be_slow("checkpoint", 3)
+        return super().state_dict()
+
+    def _be_slow(self, what: str, turn: int) -> None:
+        if self.options.slow == what:
+            self.turns = getattr(self, "turns", 0) + 1
+            if self.turns == turn:
+                print(f"a slow {what}", flush=True)
+                time.sleep(self.options.slow_s)

@@ -500,7 +500,7 @@ def test_a_run_with_requeue_goes_on_after_each_time_limit_as_one_run(user: Slurm
         note = f"; job {user.job()} follows job {user.job() - 1} (Slurm does not requeue job {user.job() - 1})"
         printed = " ".join((user.folder / "output").read_text().split())
         assert note in printed
-        assert f"queued as job {user.job()} in main: Dependency" in printed
+        assert f"queued as job {user.job()} in main: " in printed
         words = ("python", "-P", "-m", "gputrain_tui.lifecycle.supervisor", user.record())
         late = cluster.run("env", f"SLURM_JOB_ID={user.job() - 1}", *words, check=False)
         assert (late.returncode, late.stderr) == (
@@ -678,10 +678,10 @@ def test_requeue_with_a_save_folder_that_a_node_does_not_see_is_refused_before_t
         ended = user.run(*words, check=False)
     finally:
         host.run("umount", "--lazy", saves)
-    assert (ended.returncode, user.status()["exit_code"]) == (3, 3), ended.stderr
+    assert ended.returncode == 3, ended.stderr
     line = f"n2 does not see the save folder {saves}: slurm.requeue needs one that all nodes see; remove train.save_dir"
     assert line in " ".join(ended.stderr.split())
-    assert not is_training(user.record(), 0)
+    assert not list((user.folder / "home" / "runs").glob("2*")), "a run that was refused leaves no record"
     assert not list(saves.iterdir())
 
 

@@ -280,7 +280,9 @@ def follow(run_dir: RunDir, *, leased: bool) -> int:
             if not leased and status.status != "queued":
                 return ExitCode.FINISHED
             if (current := read_job(run_dir) or job).number != job.number:
-                job, query_at, interval_s = current, 0.0, MIN_QUERY_INTERVAL_S  # a successor
+                job, shown = current, None  # a successor, whose wait the supervisor before has recorded at first
+                interval_s = MIN_QUERY_INTERVAL_S
+                query_at = time.monotonic() + interval_s
             with suppress(RequestError):
                 if stop_request.level:
                     request.send(stop_request.level)
@@ -289,7 +291,7 @@ def follow(run_dir: RunDir, *, leased: bool) -> int:
                     now = slurm_commands.job(job.number)
                     if now is None or now.is_over:
                         _record_end(run_dir, job.number)
-                    elif shown != (now.reason, now.starts):
+                    elif (shown or slurm_successor.last_queued(run_dir, job.number)) != (now.reason, now.starts):
                         shown = (now.reason, now.starts)
                         slurm_successor.record_queued(run_dir, now)
                     query_at = time.monotonic() + interval_s

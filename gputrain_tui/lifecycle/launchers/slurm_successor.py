@@ -48,6 +48,16 @@ def record_queued(run_dir: RunDir, job: slurm_commands.Job | None) -> None:
     RunStatusWriter(run_dir, read_plan(run_dir)).record(event)
 
 
+def last_queued(run_dir: RunDir, number: int) -> tuple[str, float | None] | None:
+    """Return reason and expected start of a job's wait as recorded last; None if they are not."""
+    try:
+        lines = read_tail(run_dir.run_events, TAIL_BYTES)
+    except OSError:
+        return None
+    waits = [event for event in decode_events(lines) if isinstance(event, Queued) and event.job == number]
+    return (waits[-1].reason, waits[-1].expected_start) if waits else None
+
+
 def asks_for_requeue(run_dir: RunDir, job: SlurmJob | None) -> bool:
     """Whether the recipe has ``slurm.requeue``, and the job is one that ``gputrain run`` has submitted."""
     return job is not None and job.batch and recorded_table(run_dir, "slurm").get("requeue") is True
