@@ -137,8 +137,10 @@ class _Finder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != self._name:
             return None
-        for finder in sys.meta_path:
-            if finder is self or not hasattr(finder, "find_spec"):
+        # Those before this one have found none; one of the same module may stand there, in a forked process.
+        finders: list[Any] = sys.meta_path
+        for finder in finders[finders.index(self) + 1 :]:
+            if not hasattr(finder, "find_spec"):
                 continue
             spec = finder.find_spec(name, path, target)
             if spec is not None:
