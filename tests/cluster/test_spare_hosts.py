@@ -122,18 +122,21 @@ def test_too_few_ranks_end_the_run(cluster: SshCluster) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_on_a_spare_host_is_taken_over_and_stopped(cluster: SshCluster) -> None:
-    cluster.names, cluster.ranks = ["h1", "h2"], [2, 1]
-    settings = (SPARE, "host_timeout = 8", "restart_wait = 0", "max_restarts = 1")
+@pytest.mark.parametrize("spare", [True, False])
+def test_a_run_on_other_hosts_is_taken_over_and_stopped(cluster: SshCluster, spare: bool) -> None:
+    cluster.names, cluster.ranks = (["h1", "h2"], [2, 1]) if spare else (["h1", "h2", "h3"], [1, 1, 1])
+    own = SPARE if spare else "min_ranks = 2"  # without h2 the rank of h3 is rank 1
+    settings = (own, "host_timeout = 8", "restart_wait = 0", "max_restarts = 1")
     cluster.write(*settings, **ENDLESS, save_every_updates=50)
     code, output = cluster.run("run", "recipe.toml", "--detach")
     assert code == 0, output
     cluster.train()
     cluster.h2.link("down")
     try:
-        wait_until(lambda: len(pids(cluster.record, 2)) == 2, "its rank is on the spare")
+        rank = 2 if spare else 1
+        wait_until(lambda: len(pids(cluster.record, rank)) == 2, "the rank is on the other host")
         moved = time.time()
-        wait_until(lambda: recorded_after(cluster.record, 2, moved + 1), "it trains")
+        wait_until(lambda: recorded_after(cluster.record, rank, moved + 1), "it trains")
         os.kill(cluster.supervisor(), signal.SIGKILL)
         code, output = cluster.run("stop", "last")
         assert code == 0, output
