@@ -42,7 +42,7 @@ def run(args: Namespace) -> int:
         raise RequestError(f"{source} runs a script; `gputrain predict` needs a task, which offers predict()")
     print_message(f"predicting with {chosen.description}, {chosen.path}")
     # A process of its own, as this one never imports torch, which reads checkpoints.
-    argv = [sys.executable, "-P", "-m", "trainer.predict", str(chosen.path), "--program=gputrain"]
+    argv = [sys.executable, "-P", "-m", "trainer.predict_inputs", str(chosen.path), "--program=gputrain"]
     argv += [f"--input={args.input}", f"--run={chosen.run_id}"]
     training = [f"--task={recipe.train.task}", *task_flags(recipe.task_options)]
     try:

@@ -1,4 +1,4 @@
-"""``python -m trainer.predict``, and exported weights that are used without this package."""
+"""``python -m trainer.predict_inputs``, and exported weights that are used without this package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 from documents import blocks
 
-from trainer import export_weights, predict
+from trainer import export_weights, predict_inputs
 from trainer.checkpoint import write_file
 from trainer.contract.task_options import DocNNOptions, MnistOptions
 from trainer.tasks.docnn import DocNNTask
@@ -48,7 +48,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], None]:
 
 
 def predicted(capfdbinary: pytest.CaptureFixture[bytes], *words: object) -> tuple[int, list[Any], str]:
-    code = predict.main([str(word) for word in words])
+    code = predict_inputs.main([str(word) for word in words])
     printed = capfdbinary.readouterr()
     return code, [json.loads(line) for line in printed.out.splitlines()], printed.err.decode()
 

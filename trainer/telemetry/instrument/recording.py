@@ -26,7 +26,7 @@ from trainer.telemetry.instrument.model_parallel import ModelParallelism
 from trainer.telemetry.instrument.not_measured import not_measured, what_is_missing
 from trainer.telemetry.instrument.optimizer_cycle import OptimizerCycle
 from trainer.telemetry.instrument.outermost_calls import OutermostCalls
-from trainer.telemetry.instrument.step_losses import StepLosses, is_made_of, newest_number
+from trainer.telemetry.instrument.script_losses import StepLosses, is_made_of, newest_number
 from trainer.telemetry.step_meter import Phase
 from trainer.telemetry.step_tracker import StepTracker
 from trainer.telemetry.torch_compile import CompilationReport

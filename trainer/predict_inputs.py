@@ -1,4 +1,4 @@
-"""``python -m trainer.predict``: predictions with a checkpoint's weights, one JSON line for each input.
+"""``python -m trainer.predict_inputs``: predictions with a checkpoint's weights, one JSON line for each input.
 
 The console, which does not import torch, runs it. Torch is imported only after the request is checked, so that refusals
 come at once.
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code; an error is one line on standard error."""
     words = list(sys.argv[1:] if argv is None else argv)
     own, training_flags = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
-    parser = ArgumentParser(prog="python -m trainer.predict", description=__doc__, allow_abbrev=False)
+    parser = ArgumentParser(prog="python -m trainer.predict_inputs", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, help="a file, or a folder, whose newest intact checkpoint is used")
     parser.add_argument("--run", default="", help="only a checkpoint of this run")
     parser.add_argument("--input", default=STDIN, help="a file; - reads lines from standard input")
