@@ -214,7 +214,11 @@ SCRIPTS: dict[Extra, dict[str, dict[str, float]]] = {
 """What a script does, and the calls on record, by group and operation."""
 
 
-@pytest.mark.parametrize("extra", SCRIPTS, ids=lambda extra: extra.__name__)
+@pytest.mark.parametrize(
+    "extra",
+    # Importing the compiler takes seconds.
+    [pytest.param(each, id=each.__name__, marks=[pytest.mark.slow] * (each is compiled)) for each in SCRIPTS],
+)
 def test_collectives_are_on_record_by_group_and_the_script_sees_no_difference(
     gang: Gang, tmp_path: Path, extra: Extra
 ) -> None:
