@@ -373,7 +373,7 @@ class StepMeter:
             self._blocked = call, now
         if call is None or self._collectives is None:
             return "", 0.0
-        return f"it waits in {self._collectives.described(call)}", now - self._blocked[1]
+        return self._collectives.described(call), now - self._blocked[1]
 
     def _on_gc(self, phase: str, info: Any) -> None:
         if phase == "start":
