@@ -107,9 +107,9 @@ class CollectiveMeter:
         step.waits = [wait for wait in step.waits if wait[1] < phases]
 
     def blocked_in(self) -> str:
-        """Describe the collective in which the training thread is blocked; empty without one. For other threads."""
+        """Return the collective in which the training thread is blocked; empty without one. For other threads."""
         call = self.blocked
-        return "" if call is None else f"it waits in {call.operation} of {self.names.named[call.group].name}"
+        return "" if call is None else f"{call.operation} of {self.names.named[call.group].name}"
 
     # ------------------------------------------------------------------------------------------------------- calls
 
