@@ -361,13 +361,13 @@ class StepMeter:
                 parts_done=len(phases) + (part == "sync"),
                 waited_ms=round(waited_s * 1e3, 1),
                 collectives=flight_recorder.dump(),
-                waits_in=blocked_in,
+                waits_in=blocked_in if part == "sync" else "",
                 line=innermost_line(self._thread),
             )
         )
 
     def _blocked_in(self, now: float) -> tuple[str, float]:
-        """Describe the collective that the training thread is in, and for how many seconds it has been seen there."""
+        """Return the collective that the training thread is in, and for how many seconds it has been seen there."""
         call = None if self._collectives is None else self._collectives.blocked
         if call is None or call is not self._blocked[0]:
             self._blocked = call, now
