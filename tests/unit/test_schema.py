@@ -63,7 +63,7 @@ def test_an_option_describes_itself_to_a_front_end() -> None:
         default=1.0,
         minimum=0,
         exclusive_minimum=True,
-        help="exponent of polynomial_decay",
+        help="exponent of polynomial_decay and of the decay of wsd",
         group="Schedule",
     )
     assert option(Distributed, "device_id").optional
@@ -193,7 +193,7 @@ def test_values_are_read_as_a_person_writes_them(schema: type[Any], name: str, v
             Training,
             "optimizer",
             "adamm",
-            "--optimizer is 'adamm', but must be one of adadelta, adagrad, adam, adamw, sgd; did you mean 'adam'?",
+            "--optimizer is 'adamm', but must be one of adadelta, adagrad, adam, adamw, muon, sgd; did you mean 'adam'?",
         ),
         (Training, "batchsize", 3, "--batchsize is not known; did you mean 'batch_size'?"),
         (Training, "zzz", 3, "--zzz is not known"),

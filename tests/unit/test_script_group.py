@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from gputrain_tui.recipe.accelerate_launch import AccelerateLaunch
-from gputrain_tui.recipe.launch_command import makes_group, read_launch_command, split_command
+from gputrain_tui.recipe.launch_command import makes_group, read_launch_command
 from gputrain_tui.recipe.new_recipe import from_command
+from gputrain_tui.recipe.shell_text import read_pasted_command
 
 PLAIN = "import os, torch\nfrom torch import nn\nfrom torchvision import datasets\n"
 CASES = [
@@ -47,7 +48,9 @@ def not_asked(python: str | None, words: Sequence[str]) -> AccelerateLaunch:
 
 def written(text: str, script: str) -> tuple[str, list[str]]:
     command = read_launch_command(
-        split_command(text), read_file=lambda name: read_from({"train.py": script}, name), ask_accelerate=not_asked
+        read_pasted_command(text).argv,
+        read_file=lambda name: read_from({"train.py": script}, name),
+        ask_accelerate=not_asked,
     )
     return from_command(command, typed=text).text(file="r.toml"), command.notes
 

@@ -240,7 +240,7 @@ def test_a_comparison_is_of_the_ranks_that_are_left() -> None:
     for event in in_time_order():
         history.apply(event)
     assert (history.last_step, history.loss) == (NEW, 1.0)
-    assert history.samples_per_s == pytest.approx(2 * 80)
+    assert history.rates.samples_per_s == pytest.approx(2 * 80)
 
 
 def test_a_sink_gets_the_steps_of_each_attempt_when_all_its_ranks_have_made_them(run: Run) -> None:
