@@ -6,10 +6,9 @@ from argparse import ArgumentParser, Namespace
 
 from gputrain_tui.commands import run as run_command
 from gputrain_tui.commands.shared_flags import add_checkpoint, add_settings
-from gputrain_tui.lifecycle.recipe_to_run import evaluation_recipe, recipe_of
+from gputrain_tui.lifecycle.recipe_to_run import evaluation_recipe, recipe_of_checkpoint
 from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint
 from gputrain_tui.output import print_message
-from trainer.contract.errors import RequestError
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -28,12 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Evaluate the checkpoint; return the run's exit code."""
     chosen = choose_checkpoint(args.named, args.checkpoint)
-    source = args.recipe
-    if source is None:
-        if chosen.run is None:
-            name = "name the recipe of its training with --recipe FILE"
-            raise RequestError(f"{args.named} is not in a run directory: {name}")
-        source = recipe_of(chosen.run)
+    source = recipe_of_checkpoint(chosen, args.named, args.recipe)
     recipe = evaluation_recipe(
         source,
         overrides=args.overrides,

@@ -7,7 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 
 from gputrain_tui.commands.shared_flags import add_checkpoint, add_settings
-from gputrain_tui.lifecycle.recipe_to_run import recipe_of
+from gputrain_tui.lifecycle.recipe_to_run import recipe_of_checkpoint
 from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint
 from gputrain_tui.output import print_message
 from gputrain_tui.plan.planner import task_flags
@@ -31,12 +31,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Print the predictions; return the exit code."""
     chosen = choose_checkpoint(args.named, args.checkpoint)
-    source = args.recipe
-    if source is None:
-        if chosen.run is None:
-            name = "name the recipe of its training with --recipe FILE"
-            raise RequestError(f"{args.named} is not in a run directory: {name}")
-        source = recipe_of(chosen.run)
+    source = recipe_of_checkpoint(chosen, args.named, args.recipe)
     recipe = load_recipe(source, overrides=args.overrides)
     if recipe.script is not None:
         raise RequestError(f"{source} runs a script; `gputrain predict` needs a task, which offers predict()")

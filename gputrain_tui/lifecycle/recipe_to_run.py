@@ -12,7 +12,12 @@ import msgspec
 
 from gputrain_tui.history.run_folders import Run, find
 from gputrain_tui.lifecycle.remote_nodes import remote_node
-from gputrain_tui.lifecycle.run_checkpoints import describe_missing_checkpoint, resumable_checkpoint, run_named_by
+from gputrain_tui.lifecycle.run_checkpoints import (
+    ChosenCheckpoint,
+    describe_missing_checkpoint,
+    resumable_checkpoint,
+    run_named_by,
+)
 from gputrain_tui.recipe.build import load as load_recipe
 from gputrain_tui.recipe.model import MAX_NAME_CHARS, Recipe
 from trainer.contract.builtin_tasks import options_schema
@@ -70,6 +75,21 @@ def recipe_of(run: Run) -> str:
     except OSError as error:
         raise RecordError(f"{run.dir.recipe} cannot be read: {error.strerror}") from None
     return str(run.dir.recipe)
+
+
+def recipe_of_checkpoint(chosen: ChosenCheckpoint, named: str, given: str | None) -> str:
+    """Return the recipe ``given``, or that of the run of a checkpoint, which was ``named``.
+
+    Raises:
+        RequestError: no recipe is given, and the checkpoint is in no run directory.
+        RecordError: the run's recipe cannot be read.
+    """
+    if given is not None:
+        return given
+    if chosen.run is None:
+        name = "name the recipe of its training with --recipe FILE"
+        raise RequestError(f"{named} is not in a run directory: {name}")
+    return recipe_of(chosen.run)
 
 
 def recipe_text(recipe: Recipe) -> str:
