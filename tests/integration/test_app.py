@@ -136,7 +136,9 @@ LISTS = {"run": "", "findings": "f", "log": "o o", "rank": "enter", "stack": "en
 """Keys that give a list or a text the keys."""
 
 
-@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("run", "log", "help"))) for name in LISTS]
+)
 @played
 async def test_the_ends_of_lists_and_texts_are_reached_as_in_vi(name: str, home: Path) -> None:
     run = synthetic.run(home / "runs", nodes=8, ranks_per_node=8, steps=60, straggler=5)

@@ -61,7 +61,10 @@ PANELS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("screen", dict.fromkeys(screen for screen, _, _ in PANELS))
+@pytest.mark.parametrize(
+    "screen",
+    ["run", "launch", *(pytest.param(each, marks=pytest.mark.slow) for each in ("rank", "history", "cluster"))],
+)
 @played
 async def test_selected_text_is_highlighted_and_copied(screen: str, folder: Path) -> None:
     run = straggler(folder)

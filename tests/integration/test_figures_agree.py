@@ -254,7 +254,7 @@ def test_each_figure_has_one_value_in_every_view(ended: bool, tmp_path: Path, mo
         assert "NaN since step 60 on rank 1" in header
 
 
-@pytest.mark.parametrize("end", ["stopped", "lost"])
+@pytest.mark.parametrize("end", [pytest.param("stopped", marks=pytest.mark.slow), "lost"])
 def test_after_the_end_no_view_shows_a_rank_in_a_phase_of_a_step(
     end: Literal["stopped", "lost"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -286,7 +286,7 @@ def test_the_language_models_loss_curve_does_not_depend_on_how_the_global_batch_
     [
         ("raise", "exception", "ArithmeticError: the answer is not 42"),
         ("memory", "out_of_memory", "out of memory at step 3, batch [5, 8] float32, [5, 3] int64"),
-        ("exit", "exit", "exit code 7"),
+        pytest.param("exit", "exit", "exit code 7", marks=pytest.mark.slow),
         ("kill", "signal", "SIGKILL"),
     ],
 )
@@ -350,7 +350,7 @@ def test_a_resumed_training_that_is_at_its_end_already_is_refused(tmp_path: Path
     assert train(tmp_path / "first", *flags, "--resume", folder).code == 0
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_training_whose_last_checkpoint_cannot_be_written_fails_in_one_line(tmp_path: Path, ranks: int) -> None:
     limit = 1 << 20  # of a file's size, less than the checkpoint's
     words = [sys.executable, "-m", "trainer", "--task", TASK, "--cpu", "--threads", "1", "--width", "50000"]

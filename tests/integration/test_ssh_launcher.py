@@ -75,7 +75,9 @@ def ended(process: NodeProcess) -> int:
         (HERE, node(setup='echo "$HOME"; exit 3'), str(Path.home())),
         ("exec yes", node(), "it printed more than 1 MiB, but no answer"),
         ("yes >&2", node(), "it printed more than 1 MiB on its standard error"),
-        ("exec sleep 60 >&2", node(), "it closed its standard output before it answered"),
+        pytest.param(
+            "exec sleep 60 >&2", node(), "it closed its standard output before it answered", marks=pytest.mark.slow
+        ),
         ("exit 127", node(), "there is no python3"),
         (STARTS_NOTHING, node(), "it sent no valid answer"),
         ("echo 'Host key verification failed.' >&2; exit 255", node(), "its host key is not known yet: run"),
