@@ -398,7 +398,7 @@ def test_a_restart_waits_for_a_lost_host_and_spends_no_try_on_it(cluster: SshClu
     assert cluster.status()["restarts"] == 1
 
 
-@pytest.mark.parametrize("supervisor", ["lives", "is gone"])
+@pytest.mark.parametrize("supervisor", [pytest.param("lives", marks=pytest.mark.slow), "is gone"])
 def test_stop_works_from_a_host_that_sees_the_run_and_not_its_supervisor(cluster: SshCluster, supervisor: str) -> None:
     cluster.home = cluster.lab.folder / "shared"
     cluster.write(**ENDLESS)
@@ -541,7 +541,7 @@ class SmallDisk:
             path.unlink()
 
 
-@pytest.mark.parametrize("room", ["none", "again"])
+@pytest.mark.parametrize("room", ["none", pytest.param("again", marks=pytest.mark.slow)])
 def test_a_full_disk_of_another_host_is_told_while_the_run_goes_on_and_all_steps_are_counted(
     cluster: SshCluster, room: str
 ) -> None:
@@ -580,7 +580,7 @@ def test_a_full_disk_of_another_host_is_told_while_the_run_goes_on_and_all_steps
         assert [found["kind"] for found in status["findings"]] == ["record_incomplete"]
 
 
-@pytest.mark.parametrize("room", ["none", "again"])
+@pytest.mark.parametrize("room", [pytest.param("none", marks=pytest.mark.slow), "again"])
 def test_a_full_disk_of_the_launching_host_is_told_and_all_steps_are_counted(cluster: SshCluster, room: str) -> None:
     disk = SmallDisk(cluster, cluster.h0)
     reason = "the disk of the run directory is full"

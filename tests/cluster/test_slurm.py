@@ -709,7 +709,7 @@ def test_a_run_with_requeue_whose_time_limit_is_near_waits_in_the_queue(user: Sl
     assert user.status()["status"] == "stopped"
 
 
-@pytest.mark.parametrize("mode", ["cancel", "requeue"])
+@pytest.mark.parametrize("mode", [pytest.param("cancel", marks=pytest.mark.slow), "requeue"])
 def test_a_preempted_run_is_reported_as_such_and_has_saved(user: SlurmUser, mode: str) -> None:
     cluster = user.cluster
     (user.folder / "urgent.sh").write_text("#!/bin/bash\nsleep 600\n")
@@ -788,7 +788,11 @@ def check_killed_node(user: SlurmUser, node: NamespaceHost, ranks: str) -> None:
 
 @pytest.mark.timing
 @pytest.mark.parametrize(
-    ("node", "ranks"), [(0, "with ranks 0, 1"), (1, "with rank 2")], ids=["the supervisor's", "another"]
+    ("node", "ranks"),
+    [
+        pytest.param(0, "with ranks 0, 1", id="the supervisor's"),
+        pytest.param(1, "with rank 2", id="another", marks=pytest.mark.slow),
+    ],
 )
 def test_a_node_whose_slurmd_and_steps_are_killed_is_named_within_ten_seconds_and_nothing_is_left(
     user: SlurmUser, node: int, ranks: str
@@ -811,8 +815,8 @@ while True:
     ("memory", "hog", "who", "node"),
     [
         ("cgroup", 2, "rank 2", 1),
-        ("cgroup", 1, "rank 1", 0),
-        ("polled", 2, "rank 2", 1),
+        pytest.param("cgroup", 1, "rank 1", 0, marks=pytest.mark.slow),
+        pytest.param("polled", 2, "rank 2", 1, marks=pytest.mark.slow),
         ("polled", 1, "ranks 0, 1 (rank 1 used the most)", 0),
     ],
 )

@@ -128,8 +128,14 @@ def test_the_commands_of_a_plan_execute_nothing_of_the_folder(folder: Folder) ->
 
 @pytest.mark.parametrize(
     "launcher",
-    [["python", "-P", "-m", "trainer"], ["torchrun", *WORKERS, "--no-python", "python", "-P", "-m", "trainer"]],
-    ids=["by hand", "torchrun"],
+    [
+        pytest.param(["python", "-P", "-m", "trainer"], id="by hand"),
+        pytest.param(
+            ["torchrun", *WORKERS, "--no-python", "python", "-P", "-m", "trainer"],
+            id="torchrun",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_the_trainer_alone_executes_nothing_of_the_folder(folder: Folder, launcher: Sequence[str]) -> None:
     folder.check(folder.call(*launcher, *LM), folder.call(*launcher, "--script", "scripts/plain_script.py", "--cpu"))

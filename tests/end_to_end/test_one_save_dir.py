@@ -113,6 +113,7 @@ def test_a_run_that_another_one_has_continued_is_evaluated_exported_and_resumed_
     assert f"is a checkpoint of {first}, not of {third}" in refused.stderr
 
 
+@pytest.mark.slow
 def test_trainings_by_hand_without_a_run_directory_have_an_identity_of_their_own(tmp_path: Path) -> None:
     def trainer(*words: object, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "trainer", "--task", TASK, "--cpu", "--save-dir", "kept", *map(str, words)]

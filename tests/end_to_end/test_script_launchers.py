@@ -45,8 +45,15 @@ def states(folder: Path, rank: int) -> list[str]:
     return [event.state for event in events(folder, rank) if isinstance(event, RankState)]
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-@pytest.mark.parametrize("launcher", [TORCHRUN, BY_HAND], ids=["torchrun", "by hand"])
+@pytest.mark.parametrize(
+    ("launcher", "method"),
+    [
+        pytest.param(TORCHRUN, "forkserver", id="torchrun-forkserver"),
+        pytest.param(BY_HAND, "spawn", id="by hand-spawn"),
+        pytest.param(TORCHRUN, "spawn", id="torchrun-spawn", marks=pytest.mark.slow),
+        pytest.param(BY_HAND, "forkserver", id="by hand-forkserver", marks=pytest.mark.slow),
+    ],
+)
 def test_losses_phases_and_synchronisation_of_both_ranks_are_on_record(
     tmp_path: Path, launcher: Sequence[str], method: str
 ) -> None:

@@ -148,7 +148,13 @@ def test_a_file_that_another_training_is_writing_is_kept(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
 
 
-@pytest.mark.parametrize("train", [train, partial(train_spawned, ranks=2)], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize(
+    "train",
+    [
+        pytest.param(train, id="one rank"),
+        pytest.param(partial(train_spawned, ranks=2), id="two ranks", marks=pytest.mark.slow),
+    ],
+)
 def test_two_trainings_into_one_folder_are_refused_with_exit_code_2(
     tmp_path: Path, train: Callable[..., TrainingResult]
 ) -> None:
