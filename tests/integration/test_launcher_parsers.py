@@ -20,7 +20,11 @@ VALUES = {
     "nnodes": "2", "nproc_per_node": "3", "max_restarts": "4", "rdzv_endpoint": "gpu1:2950", "master_addr": "gpu1",
     "master_port": "2950", "node_rank": "1",
 }  # fmt: skip
-SAME = {"standalone": "a recipe of one node is standalone", "help": "prints the help"}
+SAME = {
+    "standalone": "a recipe of one node is standalone",
+    "help": "prints the help",
+    "print_completion": "prints a script for the shell, since torch 2.14",
+}
 """Options that change nothing here, each with the reason."""
 REFUSED = {
     "no_python": "starts another program",
