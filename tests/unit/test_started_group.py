@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.agent.started_group import GroupMember, Planned, Verdict, verdict
+from trainer.agent.started_group import GroupMember, PlannedRanks, Verdict, verdict
 
-ONE = Planned(world_size=1, ranks=[0], processes=1)
-TWO = Planned(world_size=2, ranks=[0, 1], processes=1)
+ONE = PlannedRanks(world_size=1, ranks=[0], processes=1)
+TWO = PlannedRanks(world_size=2, ranks=[0, 1], processes=1)
 """``starts_ranks = true`` with ``cpu_ranks = 2``."""
-LAUNCHED = Planned(world_size=2, ranks=[0, 1], processes=2)
-SECOND_NODE = Planned(world_size=4, ranks=[2, 3], processes=1)
+LAUNCHED = PlannedRanks(world_size=2, ranks=[0, 1], processes=2)
+SECOND_NODE = PlannedRanks(world_size=4, ranks=[2, 3], processes=1)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ SECOND_NODE = Planned(world_size=4, ranks=[2, 3], processes=1)
     ],
 )
 def test_members_of_groups(
-    planned: Planned, rank: int, world_size: int, given: dict[str, object], expected: Verdict
+    planned: PlannedRanks, rank: int, world_size: int, given: dict[str, object], expected: Verdict
 ) -> None:
     state = {"own_group": None, "trains": False, "living": [], "living_world_size": 0} | given
     member = GroupMember(plan_pid=1, rank=rank, world_size=world_size)

@@ -39,7 +39,7 @@ class Place(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
+class PlannedRanks:
     """The plan of a node whose script may start ranks."""
 
     world_size: int
@@ -60,7 +60,7 @@ each. ``elsewhere``: a rank that the plan has on another node."""
 
 
 def verdict(
-    planned: Planned,
+    planned: PlannedRanks,
     member: GroupMember,
     *,
     plan_rank: int,

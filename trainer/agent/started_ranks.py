@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from trainer.agent.assignment import STARTS_RANKS, RankAssignment
-from trainer.agent.started_group import GroupMember, Place, Planned, Verdict, verdict
+from trainer.agent.started_group import GroupMember, Place, PlannedRanks, Verdict, verdict
 from trainer.agent.worker_process import StartedProcess, WorkerProcess
 from trainer.contract.outcome import RankReport
 from trainer.contract.record import EventWriter, Failure, Finding, World
@@ -67,7 +67,7 @@ class StartedRanks:
         self.address = folder / "ranks"
         self.ranks: dict[int, WorkerProcess] = {}
         self._planned = planned
-        self._plan = Planned(
+        self._plan = PlannedRanks(
             world_size=planned[0].world_size, ranks=[each.rank for each in planned], processes=processes
         )
         self._writer = writer
