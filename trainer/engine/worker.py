@@ -210,10 +210,13 @@ class _Rank:
             reports.finding(loop.ctx, "warm_start", f"{file} is not read again: this run resumes" if file else "")
             return
         differs = loop.state.difference_from(start)
+
         # Rank 0 reads and sends: the others need no file, and cannot read a different one.
-        weights, misfits = distributed.from_master(
-            lambda: loop.state.fitting_weights(file, partial=options.finetune_partial)
-        )
+        def fitting() -> dict[str, Any]:
+            weights, misfits = loop.state.fitting_weights(file, partial=options.finetune_partial)
+            return {"model": weights, "misfits": misfits}
+
+        weights, misfits = map(loop.strategy.spread(fitting).__getitem__, ("model", "misfits"))
         loop.state.begin_with(weights)
         took = f"the model starts from {len(weights)} weights of {file}"
         reports.finding(loop.ctx, "warm_start", f"{took}; not loaded: {misfits}" if misfits else took)
@@ -232,7 +235,8 @@ class _Rank:
         if not options.resume:
             return
         # Rank 0 has read it and sends it.
-        source, state, passed_over = distributed.from_master(lambda: _require_fitting(loop, start))
+        source, passed_over = distributed.from_master(lambda: _require_fitting(loop, start))
+        state = loop.strategy.spread(lambda: start.checkpoint().state)
         # A run that continues from its own checkpoint has made the resets of its options already.
         own_checkpoint = distributed.from_master(lambda: self._is_own(source))
         loop.state.load_state_dict(state, source=source, own_checkpoint=own_checkpoint)
@@ -328,8 +332,8 @@ class _Rank:
         return failure
 
 
-def _require_fitting(loop: Loop, start: StartingPoint) -> tuple[str, dict[str, Any], list[str]]:
-    """Return the file of the opened checkpoint, its state, and the reasons for passing over newer ones.
+def _require_fitting(loop: Loop, start: StartingPoint) -> tuple[str, list[str]]:
+    """Return the file of the opened checkpoint, and the reasons for passing over newer ones.
 
     If it could not be opened or does not fit, the message offers one beside it that does.
     """
@@ -338,7 +342,7 @@ def _require_fitting(loop: Loop, start: StartingPoint) -> tuple[str, dict[str, A
         loop.state.require_fit(opened.state, source=start.source)
     except RequestError as error:
         raise RequestError(f"{error}{_offer(loop, Path(start.source), loop.options.checkpoint_run)}") from None
-    return start.source, opened.state, opened.passed_over
+    return start.source, opened.passed_over
 
 
 def _offer(loop: Loop, source: Path, run: str) -> str:

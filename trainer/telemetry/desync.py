@@ -263,7 +263,8 @@ def _gather(row: Sequence[float], dtype: torch.dtype, device: torch.device) -> l
 def _tensors(model: nn.Module) -> tuple[list[_ModelTensor], list[_ModelTensor]]:
     """Return the parameters and the buffers that should be equal, each once.
 
-    Statistics of a BatchNorm are left out: each rank has those of its own data.
+    Statistics of a BatchNorm are left out: each rank has those of its own data. So are parameters that are divided
+    among the ranks, each part of which is on one rank only.
     """
     parameters: dict[Tensor, _ModelTensor] = {}
     buffers: dict[Tensor, _ModelTensor] = {}
@@ -271,7 +272,7 @@ def _tensors(model: nn.Module) -> tuple[list[_ModelTensor], list[_ModelTensor]]:
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for key, parameter in module._parameters.items():
-            if parameter is not None:
+            if parameter is not None and type(parameter.data) is Tensor:
                 parameters.setdefault(parameter, _ModelTensor(prefix + key, parameter, module._parameters, key))
         batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
         for key, buffer in module._buffers.items():
