@@ -89,7 +89,8 @@ def closing_lines(state: RunState, width: int, *, host: str = "") -> list[list[P
             text = paint((event_line(validation) or [])[1:], colour=False)
             lines.append([(f"{split:<11}", "dim"), (text, "")])
     if (agree := state.desync.equal) is not None and state.world_size > 1:
-        text = "equal on all ranks" if agree else "DIFFER between ranks"
+        alike = "divided among the ranks" if state.desync.divided else "equal on all ranks"
+        text = alike if agree else "DIFFER between ranks"
         if bad := state.desync.non_finite:
             where = on_ranks(bad, state.world_size)
             text = f"NaN or infinite {where}" if agree else f"{text}; NaN or infinite {where}"

@@ -71,10 +71,10 @@ class FullySharded:
         policy = MixedPrecisionPolicy(
             param_dtype=half, reduce_dtype=torch.float32 if half else None, cast_forward_inputs=False
         )
+        kinds = ", ".join(dict.fromkeys(type(block).__name__ for block in blocks))
         for module in (*blocks, model):
             _take_from_rank_0(module, ctx.device, self._group)
             fully_shard(module, mesh=self._mesh, reshard_after_forward=True, mp_policy=policy)
-        kinds = ", ".join(dict.fromkeys(type(block).__name__ for block in blocks))
         ctx.print_line(f"the model is divided among {ctx.world_size} ranks, by {len(blocks)} modules ({kinds})")
 
     def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:

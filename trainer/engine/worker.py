@@ -34,13 +34,13 @@ from trainer.engine.compared_options import task_request, training_request
 from trainer.engine.end_conditions import TrainingOutcome
 from trainer.engine.loop import Loop
 from trainer.engine.non_finite import NonFiniteError
-from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory
+from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory, less_memory
 from trainer.engine.starting_point import StartingPoint, open_start
 from trainer.engine.task_state import TASK_STATE
 from trainer.engine.worker_context import WorkerContext
 from trainer.environments import slurm_step
 from trainer.host.cores import usable_cores
-from trainer.host.memory import keep_freed_memory
+from trainer.host.memory import keep_freed_memory, return_freed_memory
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
 
@@ -117,10 +117,13 @@ class _Rank:
     def _train(self) -> TrainingOutcome:
         assignment = self.assignment
         self.set_state("joining")
-        keep_freed_memory()
         spec = assignment.spec
         assert spec is not None
         options = spec.training
+        if options.strategy == "fsdp":
+            return_freed_memory()
+        else:
+            keep_freed_memory()
         torch.set_num_threads(options.threads or usable_cores(assignment.local_world_size))
         prepare_environment(options)  # before anything touches CUDA
         device = distributed.bind_device(assignment.device_id)
@@ -318,6 +321,8 @@ class _Rank:
             step=self.step(),
             defect=not explained,
         )
+        if kind == "out_of_memory" and self.assignment.spec is not None:
+            failure.message += less_memory(self.assignment.spec.training, self.assignment.world_size)
         # Without a run directory the node agent prints the message, once for all ranks; a rank adds only a traceback.
         if not explained or self.run_dir is not None:
             text = failure.traceback or f"{type(error).__name__}: {error}"
