@@ -145,4 +145,4 @@ def test_a_model_without_a_repeated_block_and_a_single_rank_are_refused(two: Gan
         "that of RecordingTask has none: give the task shard_modules(model)" in each["error"] for each in results
     )
     alone = train_on(0, 1, TASK, None, {"strategy": "fsdp", "batch_size": (3,)})
-    assert "this training has one: give it more, or take --strategy ddp" in alone["error"]
+    assert "--strategy is fsdp, which divides a model among several ranks, and there is 1 rank" in alone["error"]

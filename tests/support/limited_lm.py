@@ -5,9 +5,8 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
-import torch._dynamo  # DDP imports it, and FSDP the other, after the limit is set
-import torch.distributed.fsdp
-import torch.distributed.tensor
+import torch._dynamo  # DDP imports it, and FSDP the other one, after the limit is set
+import torch.distributed.fsdp  # noqa: F401
 from torch import nn
 
 from trainer.contract.task_options import LmOptions

@@ -92,6 +92,16 @@ def require_batch_sizes(batch_size: Sequence[int] | None, world_size: int, *, wh
         raise RequestError(f"{where('batch_size')} has {count} values, but there {ranks}; give one, or one per rank")
 
 
+def require_ranks(options: Training, world_size: int, *, where: Named = flag_of) -> None:
+    """Require batch sizes that fit the ranks, and several ranks for a model that is divided among them."""
+    require_batch_sizes(options.batch_size, world_size, where=where)
+    if options.strategy == "fsdp" and world_size == 1 and not options.eval_only:
+        raise RequestError(
+            f"{where('strategy')} is fsdp, which divides a model among several ranks, and there is 1 rank: take more, "
+            "or ddp"
+        )
+
+
 def ends_without_validation(options: Training) -> bool:
     """Return whether a limit ends the training even if no validation is ever made."""
     limited = options.max_epochs or options.max_updates or options.stop_time

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer import distributed
 from trainer.contract.errors import RequestError
+from trainer.contract.option_rules import require_ranks
 from trainer.contract.options import Training
 from trainer.engine.ddp_model import clip, with_sparse_gradient
 from trainer.engine.worker_context import WorkerContext
@@ -51,11 +52,7 @@ class FullySharded:
     needs_all_gradients = True
 
     def __init__(self, task: Task, model: nn.Module, options: Training, ctx: WorkerContext) -> None:
-        if ctx.world_size == 1:
-            raise RequestError(
-                "--strategy fsdp divides a model among several ranks, and this training has one: give it more, or "
-                "take --strategy ddp"
-            )
+        require_ranks(options, ctx.world_size)
         blocks = blocks_of(task, model)
         _require_divisible(task, model, blocks)
         self.model = self.module = model

@@ -135,7 +135,7 @@ def return_freed_memory() -> bool:
     By default it keeps some, between which others are allocated: where a model's blocks are gathered and freed all the
     time, the heap then grows to several times what is in use.
     """
-    mmap_bytes = 1 << 17  # glibc's own first value; one that is set stays
+    mmap_bytes = 1 << 20  # size from which a block gets its own mapping; once set, glibc does not raise it
     return _set_malloc({M_MMAP_THRESHOLD: mmap_bytes})
 
 
