@@ -59,6 +59,7 @@ def graph_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[
     with torch.cuda.stream(side):
         for _ in range(3):
             model(fixed).square().mean().backward()
+            optimizer.step()
     torch.cuda.current_stream().wait_stream(side)
     optimizer.zero_grad(set_to_none=False)
     graph = torch.cuda.CUDAGraph()
