@@ -64,7 +64,7 @@ class Trained:
 def gputrain(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "GPUTRAIN_HOME": str(folder / "home"), "NO_COLOR": "1"}
     command = [sys.executable, "-m", "gputrain_tui", *map(str, words)]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
