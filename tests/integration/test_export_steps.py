@@ -20,7 +20,6 @@ from commands import Command, command
 from long_record import long_run, loss_of, single
 from made_runs import append_events
 from trace_rules import threads_of
-from waiting import LIMIT_S
 
 from gputrain_tui.history.export.steps import RecordedSteps
 from gputrain_tui.history.export.table import COLUMNS, write_csv
@@ -41,7 +40,7 @@ from trainer.contract.record import (
 from trainer.host.process_identity import identify
 from trainer.telemetry.step_events import merge
 
-STEPS = 100_000
+STEPS = 30_000
 PEAK = """
 import resource, sys
 from gputrain_tui.cli import main
@@ -89,15 +88,15 @@ def peak(run: Run, *words: object) -> tuple[int, float, subprocess.CompletedProc
     return int(mib), float(seconds), done
 
 
-def test_a_csv_of_100_000_steps_has_each_step_once_in_bounded_memory(long: Run, tmp_path: Path) -> None:
+def test_a_csv_of_very_many_steps_has_each_step_once_in_bounded_memory(long: Run, tmp_path: Path) -> None:
     before = contents(long.dir.path)
     small = long_run(tmp_path / "runs", steps=500)
     least_mib, _, _ = peak(small, "--to", "csv", "-o", tmp_path / "small.csv")
     mib, seconds, done = peak(long, "--to", "csv", "-o", tmp_path / "long.csv")
-    assert done.stdout.startswith(f"{tmp_path}/long.csv: 200,000 steps of 2 ranks, 1 to 100000, ")
+    assert done.stdout.startswith(f"{tmp_path}/long.csv: 60,000 steps of 2 ranks, 1 to 30000, ")
     assert len(done.stderr.splitlines()) == 1, "no bar where nobody looks"
     assert mib < least_mib + 32
-    assert seconds < 20
+    assert seconds < 6
     assert contents(long.dir.path) == before
     with (tmp_path / "long.csv").open(newline="") as file:
         rows = csv.reader(file)
@@ -327,30 +326,6 @@ def test_collectives_are_in_each_format_by_group_and_overlapping_ones_are_on_sev
     assert first["args"] == {"group": "tp", "bytes": 64, "exposed_ms": 2.0}
     assert barrier["ts"] + barrier["dur"] == whole["ts"] + whole["dur"], "it ends with its step"
     assert "wait for other ranks" in {each["name"] for each in threads[0, 1]}
-
-
-RECIPE = """\
-name = "real"
-
-[[cluster.nodes]]
-cpu_ranks = 2
-
-[train]
-script = "{script}"
-"""
-
-
-def test_the_timeline_of_a_real_run_keeps_the_rules_of_its_format(call: Command, tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "support" / "plain_script.py"
-    Path("real.toml").write_text(RECIPE.format(script=script))
-    words = [sys.executable, "-m", "gputrain_tui", "run", "real.toml"]
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stderr
-    assert call("last", "--to", "chrome-trace", "-o", "t.json").returncode == 0
-    threads = threads_of(json.loads(Path("t.json").read_text()))
-    for rank in range(2):
-        assert sum(event["cat"] == "step" for event in threads[rank, 1]) == 8
-        assert {event["name"] for event in threads[rank, 2]} == {"all-reduce"}
 
 
 # ------------------------------------------------------------------------------------------- what is refused
