@@ -299,7 +299,7 @@ def user(cluster: Slurm, tmp_path: Path) -> SlurmUser:
     return SlurmUser(cluster, tmp_path)
 
 
-@pytest.mark.parametrize("way", ["run", "batch script", "srun"])
+@pytest.mark.parametrize("way", ["run", pytest.param("batch script", marks=pytest.mark.slow), "srun"])
 def test_nothing_of_the_folder_is_executed(cluster: Slurm, tmp_path: Path, way: str) -> None:
     user = SlurmUser(cluster, tmp_path / "project")
     user.folder.mkdir()
@@ -323,7 +323,7 @@ def test_nothing_of_the_folder_is_executed(cluster: Slurm, tmp_path: Path, way: 
     assert (taken.executed(), done.returncode) == ([], 0), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("way", ["login", "salloc", "sbatch"])
+@pytest.mark.parametrize("way", ["login", "salloc", pytest.param("sbatch", marks=pytest.mark.slow)])
 def test_one_recipe_trains_from_the_login_node_and_inside_an_allocation(user: SlurmUser, way: str) -> None:
     cluster, folder, words = user.cluster, user.folder, user.words("run", "recipe.toml")
     if way == "sbatch":
@@ -342,7 +342,7 @@ def test_one_recipe_trains_from_the_login_node_and_inside_an_allocation(user: Sl
 @pytest.mark.parametrize(
     ("way", "words", "reason"),
     [
-        ("login", ["stop", "last"], "stopped by `gputrain stop` at step "),
+        pytest.param("login", ["stop", "last"], "stopped by `gputrain stop` at step ", marks=pytest.mark.slow),
         ("salloc", ["stop", "last"], "stopped by `gputrain stop` at step "),
         ("login", [], "stopped by the command that started it at step "),
     ],
@@ -459,14 +459,14 @@ def test_a_run_with_requeue_goes_on_after_each_time_limit_as_one_run(user: Slurm
 
     It is sent at once, except at a ``limit``, where Slurm sends it within half a minute.
     """
-    steps, pause = (1000, {"pause_s": 0.1}) if "limit" in ways else (1200, {})  # the signal comes long before the last
+    steps, pause_s = (1000, 0.1) if "limit" in ways else (400, 0.02)  # the signal comes long before the last
     cluster = user.cluster
     straight = SlurmUser(cluster, user.folder / "straight")
     straight.folder.mkdir()
     text = recipe([None, None], [2, 1], max_updates=steps) + "[slurm]\n"
     (straight.folder / "long.toml").write_text(text)
     assert straight.start("run", "long.toml").wait(3 * LIMIT_S) == 0
-    text = recipe([None, None], [2, 1], max_updates=steps, task=pause) + "[slurm]\n"
+    text = recipe([None, None], [2, 1], max_updates=steps, task={"pause_s": pause_s}) + "[slurm]\n"
     (user.folder / "long.toml").write_text(text + "requeue = true\n")
     process = user.start("run", "long.toml")
     for times, way in enumerate(ways, 1):
@@ -654,7 +654,11 @@ def test_the_ranks_of_a_node_start_in_its_folder_after_its_line_of_setup(user: S
     }
 
 
-@pytest.mark.parametrize(("alone", "who"), [(0, "n[1-2], which"), (2, "n2")], ids=["login", "second node"])
+@pytest.mark.parametrize(
+    ("alone", "who"),
+    [pytest.param(0, "n[1-2], which", marks=pytest.mark.slow), (2, "n2")],
+    ids=["login", "second node"],
+)
 def test_a_run_directory_that_a_node_does_not_see_is_reported_in_one_line(
     user: SlurmUser, alone: int, who: str
 ) -> None:

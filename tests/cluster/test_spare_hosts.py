@@ -18,7 +18,7 @@ from test_run_over_ssh import INTERFACES, SshCluster, cluster, pids, recorded_af
 
 __all__ = ["cluster", "running_lab"]  # fixtures
 
-EPOCH = {"samples": 24_000, "batch": 4}
+EPOCH = {"samples": 2_400, "batch": 4}
 
 
 SPARE = 'spare = ["h3"]'
@@ -35,13 +35,17 @@ def lose(
     """Train an epoch on hosts with some ranks each, and cut one off for good after a checkpoint."""
     cluster.names, cluster.ranks = names, ranks
     settings = ("host_timeout = 8", "restart_wait = 1", "max_restarts = 1", *lines)
-    cluster.write(*settings, **{"max_updates": 0, "max_epochs": 1, "save_every_updates": 50} | train)
-    command = cluster.start("run", "recipe.toml", "--set", f"task.samples={EPOCH['samples']}")
+    gate = cluster.lab.folder / "shared" / "gate"
+    task = {"gate": str(gate), "gate_after": 70, "samples": EPOCH["samples"]}
+    cluster.write(*settings, **{"max_updates": 0, "max_epochs": 1, "save_every_updates": 50, "task": task} | train)
+    command = cluster.start("run", "recipe.toml")
     cluster.train(command)
     wait_until(
         lambda: '"checkpoint"' in (cluster.record / "events" / "0.ndjson").read_text(), "one is saved", [command]
     )
     host.link("down")
+    gate.parent.mkdir(exist_ok=True)
+    gate.touch()
     try:
         output, _ = command.communicate(timeout=2 * LIMIT_S)
         wait_until(lambda: not any("trainer" in words for words in cluster.on(host).values()), "it ends its ranks")

@@ -136,7 +136,7 @@ def test_an_archive_opens_where_there_is_no_run(call: Command, run: Run, tmp_pat
 
     def run_elsewhere(*words: object) -> str:
         line = [sys.executable, "-m", "gputrain_tui", *map(str, words)]
-        return subprocess.run(line, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
+        return subprocess.run(line, env=environment, capture_output=True, text=True, check=True, timeout=300).stdout
 
     assert run_elsewhere("export", archive, "--to", "csv", "-o", "-") == csv
     assert run_elsewhere("logs", archive, "--rank", 1) == logs.replace("from-my-shell-1", "*" * 15)
