@@ -77,12 +77,15 @@ def _lossy(host: NamespaceHost) -> Iterator[None]:
 
 
 @contextmanager
-def _unreachable(host: NamespaceHost, other: NamespaceHost) -> Iterator[None]:
-    host.run("ip", "route", "add", "blackhole", f"{other.address}/32")
+def _unreachable(*hosts: NamespaceHost) -> Iterator[None]:
+    """Let two hosts get nothing from each other."""
+    for host, other in (hosts, hosts[::-1]):
+        host.run("ip", "route", "add", "blackhole", f"{other.address}/32")
     try:
         yield
     finally:
-        host.run("ip", "route", "delete", "blackhole", f"{other.address}/32")
+        for host, other in (hosts, hosts[::-1]):
+            host.run("ip", "route", "delete", "blackhole", f"{other.address}/32")
 
 
 @contextmanager
@@ -182,7 +185,7 @@ def nothing(lab: SshLab, runs: Sequence[Trial]) -> ExitStack:
 SLOW = {"distributed_timeout": 600}
 """Of rows in which ranks wait longer for one than the lab's recipe lets a collective take."""
 SLOW_TASKS = {
-    "validation": {"task": {"slow": "validation"}, "train": SLOW | {"valid_every_updates": 250}},
+    "validation": {"task": {"slow": "validation"}, "train": SLOW | {"valid_every_updates": 100}},
     "checkpoint": {"task": {"slow": "checkpoint"}, "train": SLOW},
 }
 
@@ -280,7 +283,7 @@ def watched(stack: ExitStack, lab: SshLab, disturbance: Disturbance, count: int)
         folder.mkdir()
         home = lab.disk_of(lab.hosts[0]) / "home"
         place = Place(disturbance.place, lab.hosts, lab.hosts[0], folder, lab.environ, home, *nodes)
-        train = {"stop_time": LIFE_MINUTES} | disturbance.train
+        train = {"stop_time": LIFE_MINUTES, "save_every_updates": 40} | disturbance.train
         run = start_run(place, task={"pause_s": 0.1} | disturbance.task, **train)
         stack.callback(run.command.kill)
         runs.append(run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tiny_task import TinyOptions, TinyTask
@@ -19,6 +20,8 @@ class HostOptions(TinyOptions):
     slow: str = ""
     """What once takes ``slow_s``: a ``validation`` or, the third time, a ``checkpoint``."""
     slow_s: float = 75.0
+    asleep: int = -1
+    """Rank that falls asleep after 20 steps, once in a run."""
 
 
 class HostTask(TinyTask):
@@ -32,11 +35,20 @@ class HostTask(TinyTask):
         time.sleep(self.options.pause_s)
         if not model.training:
             self._be_slow("validation", 1)
+        elif get_rank() == self.options.asleep:
+            self._fall_asleep()
         return super().loss(model, batch)
 
     def state_dict(self) -> Mapping[str, Any]:
         self._be_slow("checkpoint", 3)
         return super().state_dict()
+
+    def _fall_asleep(self) -> None:
+        self.steps = getattr(self, "steps", 0) + 1
+        slept = Path(os.environ["GPUTRAIN_RUN"], "slept")
+        if self.steps == 20 and not slept.exists():
+            slept.touch()
+            time.sleep(3600)
 
     def _be_slow(self, what: str, turn: int) -> None:
         if self.options.slow == what:

@@ -39,10 +39,19 @@ class RunWithSilence(SimulatedRun):
         (29, (), {0: 0.0, 1: 29.0}, []),
         (60, (0,), {0: 0.0, 1: 60.0}, []),
         (60, (), {0: 60.0, 1: 60.0}, []),
+        (31, (), {0: 0.0, 1: 30.0, 2: 28.5, 3: 27.5}, [1, 2]),
         (31, (), {0: 20.0, 1: 31.0}, []),
         (10, (), {0: 0.0, 1: 31.0}, []),
     ],
-    ids=["lost", "too early", "the others make steps", "no host answers", "the other is silent too", "just stopped"],
+    ids=[
+        "lost",
+        "too early",
+        "the others make steps",
+        "no host answers",
+        "two at once",
+        "the other is silent too",
+        "just stopped",
+    ],
 )
 def test_a_host_is_lost_where_it_is_silent_and_the_others_wait(
     seconds: int, steps_of: tuple[int, ...], silent_s: dict[int, float], lost: list[int]
