@@ -185,7 +185,7 @@ def nothing(lab: SshLab, runs: Sequence[Trial]) -> ExitStack:
 SLOW = {"distributed_timeout": 600}
 """Of rows in which ranks wait longer for one than the lab's recipe lets a collective take."""
 SLOW_TASKS = {
-    "validation": {"task": {"slow": "validation"}, "train": SLOW | {"valid_every_updates": 100}},
+    "validation": {"task": {"slow": "validation"}, "train": SLOW | {"valid_every_updates": 50}},
     "checkpoint": {"task": {"slow": "checkpoint"}, "train": SLOW},
 }
 
@@ -283,8 +283,8 @@ def watched(stack: ExitStack, lab: SshLab, disturbance: Disturbance, count: int)
         folder.mkdir()
         home = lab.disk_of(lab.hosts[0]) / "home"
         place = Place(disturbance.place, lab.hosts, lab.hosts[0], folder, lab.environ, home, *nodes)
-        train = {"stop_time": LIFE_MINUTES, "save_every_updates": 40} | disturbance.train
-        run = start_run(place, task={"pause_s": 0.1} | disturbance.task, **train)
+        train = {"stop_time": LIFE_MINUTES, "save_every_updates": 25} | disturbance.train
+        run = start_run(place, task={"pause_s": 0.3} | disturbance.task, **train)
         stack.callback(run.command.kill)
         runs.append(run)
     for run in runs:

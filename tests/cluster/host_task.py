@@ -33,9 +33,10 @@ class HostTask(TinyTask):
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:
         time.sleep(self.options.pause_s)
-        if not model.training:
+        self.steps = getattr(self, "steps", 0) + model.training
+        if not model.training and self.steps > 10:  # the loss is checked before the first step
             self._be_slow("validation", 1)
-        elif get_rank() == self.options.asleep:
+        elif model.training and self.steps == 20 and get_rank() == self.options.asleep:
             self._fall_asleep()
         return super().loss(model, batch)
 
@@ -44,9 +45,8 @@ class HostTask(TinyTask):
         return super().state_dict()
 
     def _fall_asleep(self) -> None:
-        self.steps = getattr(self, "steps", 0) + 1
         slept = Path(os.environ["GPUTRAIN_RUN"], "slept")
-        if self.steps == 20 and not slept.exists():
+        if not slept.exists():
             slept.touch()
             time.sleep(3600)
 
