@@ -100,7 +100,7 @@ class Diagnosis:
     def waited_s(self, state: RunState, now: float) -> float:
         """Return the time since the last progress of any rank that runs, seconds; 0 without one."""
         views = [view for view in state.ranks.values() if view.state not in ("finished", "failed")]
-        since = state.silence_changed_at
+        since = state.silence_ended_at
         return min((self._activity.silence_s(view, now, since=since) for view in views), default=0.0)
 
     def _symptoms(self, state: RunState, now: float) -> list[Symptom]:

@@ -208,6 +208,8 @@ HANG_MULTIPLE = threshold(10.0, "ratio", "a_hang_is_taken_to_last_by_what_the_ru
 """Time after which a stall ends the run, as a multiple of the longest stay in the same stage so far."""
 MIN_HANG_S = threshold(60.0, "s", "a_hang_is_taken_to_last_by_what_the_run_has_shown")
 """Least time after which a stall ends the run: file systems and networks pause for tens of seconds."""
+LOST_TOGETHER_S = threshold(2.0, "s", "a_host_is_lost_where_it_is_silent_and_the_others_wait")
+"""Hosts that were heard of last within this time of each other were cut off together: each is heard of every second."""
 NEW_STAGE_IDLE_S = threshold(60.0, "s", "while_ranks_join_those_that_are_missing_are_named")
 """Threshold in a stage that no rank has left yet, while its processes are idle."""
 NEW_STAGE_BUSY_S = threshold(300.0, "s", "ranks_that_are_all_busy_between_two_steps_may_be_evaluating")

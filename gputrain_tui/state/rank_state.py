@@ -55,6 +55,8 @@ class RankView:
     """The step event before ``last``, for the loss at the newest step of all ranks, which may not be in ``last``."""
     doing: Doing | None = None
     """Its position within a step that takes unusually long, or outside of steps while it waits for others."""
+    unheard: frozenset[int] | None = None
+    """Ranks of other hosts whose heartbeats have stopped, as this rank sees it; None where it reads none."""
     entered: float | None = None
     """When it ended its last step or entered its stage, Unix seconds by its own clock."""
     validation_turns: int = 0

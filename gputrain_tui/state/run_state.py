@@ -66,8 +66,8 @@ class RunState:
         self.desync = DesyncState()
         self.nodes: dict[int, record.NodeSample] = {}
         self.sample: record.Sample | None = None
-        self.silence_changed_at = 0.0
-        """Time of the newest ``host_silent`` finding, raised or cleared, Unix seconds."""
+        self.silence_ended_at = 0.0
+        """When a silent host answered again last, Unix seconds."""
         self.longest_stay_s: dict[str, float] = {}
         """By stage, the longest completed stay of any rank; recorded where the run keeps a history."""
         self.stacks: dict[int, record.RankStacks] = {}
@@ -84,6 +84,7 @@ class RunState:
             record.World: self._world,
             record.RankState: self._rank_state,
             record.Joining: partial(setattr, self, "joining"),
+            record.Unheard: lambda event: setattr(self.rank(event.rank), "unheard", frozenset(event.ranks)),
             record.TrainingPlan: self._training_plan,
             record.ModelFlops: self._count_flops,
             record.Step: self._step,
@@ -333,6 +334,7 @@ class RunState:
             begun = view.pid is not None and view.state not in (None, "spawned")
             if (begun or view.state in ("finished", "failed")) and view.pid == event.pid:
                 return  # the node agent's file may be read later than the rank's
+            view.unheard = None
             if view.last is not None:
                 view.restart()
                 self.desync.drop_rank(view.rank)
@@ -380,8 +382,8 @@ class RunState:
         if event.kind == RESTARTED:  # the failure before is no longer that of the run
             self._attempt_began = event.time
             self._attribute()
-        if event.kind == "host_silent":
-            self.silence_changed_at = event.time
+        if event.kind == "host_silent" and event.state == "cleared":
+            self.silence_ended_at = event.time
         if event.kind == "not_measured" and event.cause == "no_steps":
             self.unmeasured = event.message if event.state == "raised" else ""
         if event.state == "raised":

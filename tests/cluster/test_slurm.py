@@ -452,7 +452,12 @@ def release(cluster: Slurm, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "ways", [("requeue", "successor"), pytest.param(("limit", "limit", "limit"), marks=pytest.mark.slow)]
+    "ways",
+    [
+        ("requeue", "successor"),
+        pytest.param(("limit", "limit", "limit"), marks=pytest.mark.slow),
+        pytest.param(("successor", "successor", "successor"), marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_with_requeue_goes_on_after_each_time_limit_as_one_run(user: SlurmUser, ways: tuple[str, ...]) -> None:
     """The signal that the job asks for comes before the limit.
@@ -584,10 +589,8 @@ def test_the_command_that_follows_a_run_submits_the_successor_of_a_job_whose_fir
         cluster.wait_idle()
 
 
-@pytest.mark.parametrize("way", ["stop", "refused"])
-def test_a_successor_that_waits_is_cancelled_by_stop_and_one_that_slurm_refuses_is_named(
-    user: SlurmUser, way: str
-) -> None:
+@pytest.mark.parametrize("way", ["stop", "scancel", "refused"])
+def test_a_successor_that_waits_is_cancelled_and_one_that_slurm_refuses_is_named(user: SlurmUser, way: str) -> None:
     cluster = user.cluster
     text = (user.folder / "endless.toml").read_text().replace("[slurm]\n", NO_REQUEUE_AT_ALL)
     (user.folder / "endless.toml").write_text(text.replace('requeue"]', 'requeue", "--begin=now+1hour"]'))
@@ -600,11 +603,14 @@ def test_a_successor_that_waits_is_cancelled_by_stop_and_one_that_slurm_refuses_
         cluster.run("scontrol", "update", "PartitionName=main", "State=INACTIVE")
     try:
         cluster.run("scancel", "--batch", "--signal=USR1", str(first))
-        if way == "stop":
+        if way != "refused":
             wait_until(lambda: user.status()["status"] == "queued", "it is in the queue", [process])
             queued = f"queued as job {user.job()} in main: "
             wait_until(lambda: queued in (user.folder / "output").read_text(), "the wait is shown", [process])
-            user.run("stop", "last")
+            if way == "stop":
+                user.run("stop", "last")
+            else:
+                cluster.run("scancel", str(user.job()))
             assert cluster.job(user.job())["JobState"] == "CANCELLED"
         assert process.wait(LIMIT_S) == 130
     finally:

@@ -142,6 +142,8 @@ class _Rank:
             request=training_request(options),
             on_waiting=self._report_missing if assignment.rank == 0 else None,
             on_lost=self._end_lost_peer,
+            on_unheard=self._report_unheard,
+            step=lambda: self.step(),
         )
         self.set_state("ready")
         task, request = self._task(spec)
@@ -278,6 +280,9 @@ class _Rank:
             f"waiting for ranks {', '.join(map(str, missing))}: "
             f"{len(joined)} of {len(joined) + len(missing)} have joined"
         )
+
+    def _report_unheard(self, ranks: list[int]) -> None:
+        self.writer.write(record.Unheard(time=time.time(), rank=self.assignment.rank, ranks=ranks))
 
     def _end_lost_peer(self, why: str) -> None:
         """Record the loss of a peer and end the process, whose training thread may be blocked in NCCL."""

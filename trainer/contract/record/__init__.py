@@ -45,6 +45,7 @@ from trainer.contract.record.events import (
     Sample as Sample,
     Step as Step,
     TrainingPlan as TrainingPlan,
+    Unheard as Unheard,
     Validation as Validation,
     World as World,
 )

@@ -5,7 +5,6 @@ A value that was not measured is absent, never 0; durations are milliseconds, si
 
 from __future__ import annotations
 
-from math import nan
 from typing import Literal
 
 import msgspec
@@ -14,7 +13,6 @@ from trainer.contract.record.code_stacks import Collective, ThreadStack
 from trainer.contract.record.collective_groups import CollectiveCall, GroupSync
 from trainer.contract.record.gpu_sample import GpuSample
 from trainer.contract.record.numbers import (
-    MAX_NUMBER,
     Count,
     ExitStatus,
     FiniteFloat,
@@ -24,6 +22,7 @@ from trainer.contract.record.numbers import (
     StepsCovered,
     UnixSeconds,
     WorldSize,
+    or_nan,
 )
 
 RankStateName = Literal["spawned", "joining", "ready", "training", "validating", "saving", "finished", "failed"]
@@ -83,6 +82,14 @@ class Joining(Event, kw_only=True, tag="joining"):
     joined: list[Rank]
     missing: list[Rank]
     waited_ms: FiniteFloat
+
+
+class Unheard(Event, kw_only=True, tag="unheard"):
+    """One rank of each host gets no heartbeats from other hosts; written at the start, and when these change."""
+
+    rank: Rank
+    ranks: list[Rank]
+    """All ranks of the other hosts whose heartbeats have stopped; empty: those of all hosts come."""
 
 
 class TrainingPlan(Event, kw_only=True, tag="training_plan"):
@@ -259,8 +266,8 @@ class Validation(Event, kw_only=True, tag="validation"):
 
     def __post_init__(self) -> None:
         """Turn null into NaN."""
-        self.loss = _or_nan(self.loss)
-        self.metrics = {name: _or_nan(value) for name, value in self.metrics.items()}
+        self.loss = or_nan(self.loss)
+        self.metrics = {name: or_nan(value) for name, value in self.metrics.items()}
 
 
 class Checkpoint(Event, kw_only=True, tag="checkpoint"):
@@ -437,12 +444,7 @@ class RunEnded(Event, kw_only=True, tag="run_ended"):
     """From the start of the run to its end by a monotonic clock, waits in a queue included."""
 
 
-def _or_nan(value: float | None) -> float:
-    """Return the number; NaN for null, and for a number that readers would refuse."""
-    return value if value is not None and abs(value) <= MAX_NUMBER else nan
-
-
 AnyEvent = (
-    RunStarted | World | Queued | RankState | Joining | TrainingPlan | ModelFlops | Step | Doing | Validation
+    RunStarted | World | Queued | RankState | Joining | Unheard | TrainingPlan | ModelFlops | Step | Doing | Validation
     | Checkpoint | Checksum | CollectiveGroup | Sample | NodeSample | Finding | Failure | RankStacks | Lost | RunEnded
 )  # fmt: skip
