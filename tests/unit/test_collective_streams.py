@@ -79,7 +79,7 @@ class Gpu:
     def times(self) -> Any:
         step = self.meter.take()
         assert step is not None
-        marks = step.spent_marks()
+        marks = list(step.spent_marks())
         assert len(marks) == len(set(marks)), "a mark is put back once"
         return collective_times(step, ["forward"], self.start, self.clock)
 

@@ -114,12 +114,10 @@ class CollectiveMeter:
             operation: Such as ``all_gather``.
             tensors: Tensor or nested lists of them whose bytes count.
         """
-        # Written out, since a step may have hundreds of calls.
-        if (get_ident() != self._thread or self._streams is not None or not self.on) and not self._followed():
-            return None
-        if _comm_hooks:
-            return None
         try:
+            # Written out, since a step may have hundreds of calls.
+            if (get_ident() != self._thread or self._streams is not None or _comm_hooks) and not self._followed():
+                return None
             call = self._outer
             if call is None:
                 known = self.names.indices.get(id(group))
@@ -150,10 +148,18 @@ class CollectiveMeter:
 
     def begin_wait(self, work: Any) -> Call | None:
         """Follow the wait for a work; None where its call is not followed."""
-        known = self._works.pop(id(work), None)
-        if known is None or known[0]() is not work or not self._followed():
+        try:
+            known = self._works.pop(id(work), None)
+            if known is None or known[0]() is not work:
+                return None
+            if (get_ident() != self._thread or self._streams is not None or _comm_hooks) and not self._followed():
+                return None
+            self.blocked = call = known[1]
+            call.begun = self._mark()
+            return call
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
             return None
-        return self._begin_wait(known[1])
 
     def begin_tensor_wait(self, tensor: Any) -> Call | None:
         """Follow the wait for a functional collective's result; None where its call is not followed."""
@@ -307,10 +313,12 @@ MAX_OPEN = 10_000
 
 def bytes_of(tensors: Any) -> int:
     """Return the bytes of a tensor, or of all in nested lists."""
+    if type(tensors) is list and len(tensors) == 1:
+        tensors = tensors[0]
     if type(tensors) is Tensor:
         return tensors.nbytes
     if isinstance(tensors, list | tuple):
-        return bytes_of(tensors[0]) if len(tensors) == 1 else sum([bytes_of(each) for each in tensors])
+        return sum([bytes_of(each) for each in tensors])
     if isinstance(tensors, Tensor):
         # Without the subclass's own code, which might count its calls.
         with torch._C.DisableTorchFunctionSubclass():
