@@ -76,7 +76,7 @@ class CollectiveMeter:
             self._is_capturing = clock.is_capturing
         self._thread = get_ident()
         self._in_backward = in_backward
-        self.on = True
+        self.on = self.fault is None
 
     def close(self) -> None:
         self.on = False
@@ -86,6 +86,7 @@ class CollectiveMeter:
     def begin_step(self, phases: Sequence[object], *, detailed: bool = False) -> None:
         """Drop what is not taken; ``phases`` are those of the step that begins, and grow with it."""
         self._phases = phases
+        self.blocked = self._outer = None  # an exception of a signal handler may have come before these were set back
         self._step = StepCollectives(self.names.named, detailed)
         if self._streams is not None:
             self._streams.begin_step()
@@ -149,10 +150,10 @@ class CollectiveMeter:
     def begin_wait(self, work: Any) -> Call | None:
         """Follow the wait for a work; None where its call is not followed."""
         try:
+            if (get_ident() != self._thread or self._streams is not None or _comm_hooks) and not self._followed():
+                return None
             known = self._works.pop(id(work), None)
             if known is None or known[0]() is not work:
-                return None
-            if (get_ident() != self._thread or self._streams is not None or _comm_hooks) and not self._followed():
                 return None
             self.blocked = call = known[1]
             call.begun = self._mark()
@@ -315,14 +316,15 @@ def bytes_of(tensors: Any) -> int:
     """Return the bytes of a tensor, or of all in nested lists."""
     if type(tensors) is list and len(tensors) == 1:
         tensors = tensors[0]
-    if type(tensors) is Tensor:
+    if type(tensors) is Tensor and tensors.layout is torch.strided:
         return tensors.nbytes
     if isinstance(tensors, list | tuple):
         return sum([bytes_of(each) for each in tensors])
     if isinstance(tensors, Tensor):
         # Without the subclass's own code, which might count its calls.
         with torch._C.DisableTorchFunctionSubclass():
-            return int(tensors.nbytes)
+            parts = (tensors._indices(), tensors._values()) if tensors.layout is torch.sparse_coo else (tensors,)
+            return sum([int(part.nbytes) for part in parts])
     return 0
 
 

@@ -20,7 +20,7 @@ class CollectiveTimes(NamedTuple):
     """Collectives of a step."""
 
     exposed_ms: Mapping[str, float]
-    """By the phase in which the rank was blocked."""
+    """By the phases in which the rank was blocked."""
     core_wait_ms: Mapping[str, float] | None
     """Run delay within these, likewise; None where it is not counted."""
     total_ms: float
