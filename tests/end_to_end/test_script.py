@@ -496,6 +496,22 @@ def test_a_rank_has_the_environment_variables_of_torchrun() -> None:
     assert (found["GPUTRAIN_RUN_DIR"], found["TORCHELASTIC_RUN_ID"]) == ("/runs/x", "x")
 
 
+def test_in_a_slurm_step_a_rank_is_a_task_of_it() -> None:
+    step = dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE"), "0")
+    found = launcher_environment(assignment(), ("10.0.0.1", 29600), step)
+    assert {name: found.get(name) for name in (*step, "SLURM_NPROCS")} == {
+        "SLURM_PROCID": "5",
+        "SLURM_LOCALID": "1",
+        "SLURM_NTASKS": "6",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+        "SLURM_NPROCS": None,
+    }
+    starting = launcher_environment(assignment(), ("10.0.0.1", 29600), step, starts_ranks=True)
+    assert not [name for name in starting if name.startswith("SLURM_")], (
+        "it starts them itself, as in a step of its own"
+    )
+
+
 @pytest.mark.parametrize(
     ("device_id", "ranks", "environ", "name", "value"),
     [

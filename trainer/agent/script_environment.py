@@ -99,6 +99,8 @@ def launcher_environment(
     if starts_ranks:
         settings |= dict.fromkeys(RANK_VARIABLES)
         settings |= {"NODE_RANK": str(assignment.node), "NNODES": _node_count(assignment, environ)}
+    else:
+        settings |= {name: value for name, value in _slurm_task(assignment).items() if name in environ}
     if ASIDE in environ:
         settings |= {"PYTHONPATH": environ[ASIDE], ASIDE: None}
     if assignment.device_id is None:
@@ -110,6 +112,23 @@ def launcher_environment(
         # Otherwise gloo uses the address to which the machine's name resolves, which need not be reachable.
         settings["GLOO_SOCKET_IFNAME"] = "lo"
     return settings
+
+
+def _slurm_task(assignment: RankAssignment) -> dict[str, str | None]:
+    """Return the variables of a Slurm step with a task for each rank, by which scripts read their rank too.
+
+    The step has a task for each node, so that its own ones would give all ranks of a node one number.
+    """
+    rank, local, world = assignment.rank, assignment.local_world_size, assignment.world_size
+    even = world % local == 0 and rank // local == assignment.node
+    per_node = f"{local}(x{world // local})" if local < world else str(local)
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(assignment.local_rank),
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), str(world)),
+        "SLURM_NTASKS_PER_NODE": str(local) if even else None,
+        **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), per_node if even else None),
+    }
 
 
 def _node_count(assignment: RankAssignment, environ: Mapping[str, str]) -> str | None:
