@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 from statistics import fmean, median, median_low
@@ -69,10 +69,12 @@ class StepRow:
     steps: int = 1
     group_waits: Sequence[Mapping[ProcessGroup, float]] = ()
     """Per rank its wait in each of its process groups, mean ms; empty where the record has none by group."""
+    synchronised: Sequence[Sequence[int]] = ()
+    """Ranks that wait for each other, by index; empty where all do."""
     straggling: bool = False
     """Whether a straggler was known at this step, so that the row does not count for the usual noise."""
-    _sorted: dict[str, list[float]] = field(default_factory=dict)
-    _without_wait: tuple[object, StepRow] | None = None
+    _sorted: dict[str, list[float]] = field(default_factory=dict, init=False)
+    _without_wait: tuple[object, StepRow] | None = field(default=None, init=False)
 
     @cached_property
     def synced(self) -> bool:
@@ -163,7 +165,7 @@ class StepRow:
     def late_ms(self, index: int) -> float:
         """Return a rank's lateness for the synchronisation, ms."""
         waits = self.waits or [tuple(rank_phases.exposed or 0.0 for rank_phases in self.phases)]
-        return fmean(late_ms(each)[index] for each in waits)
+        return fmean(late_ms(each, self.synchronised)[index] for each in waits)
 
     def waiting(self, group: ProcessGroup, index: int, ranks: Sequence[int]) -> dict[int, float]:
         """Return how much longer than one rank each other one of its group waits in that group, ms; by rank.
@@ -187,7 +189,7 @@ class StepRow:
                 lead = first.before_forward - rank_phases.before_forward
                 wait = max(0.0, min(rank_phases.forward - first.forward, lead))
                 all_phases[index] = rank_phases._replace(forward=rank_phases.forward - wait, own=rank_phases.own - wait)
-            row = StepRow(self.step, all_phases, self.waits, self.steps, self.group_waits, self.straggling)
+            row = replace(self, phases=all_phases)
             self._without_wait = key, row
         return self._without_wait[1]
 

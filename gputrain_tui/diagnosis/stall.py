@@ -19,7 +19,6 @@ from gputrain_tui.diagnosis.collective_waits import waiting_text, waits, with_mi
 from gputrain_tui.diagnosis.symptom import Symptom
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.standstill import RecordWatch
-from gputrain_tui.state.synchronisation import synchronised
 
 PHASE_TEXT = {
     "data": "waiting for data",
@@ -103,7 +102,7 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
     if any(kind == "host_silent" for kind, _ in state.findings):
         return []  # the progress of its ranks is unknown, and the others wait for them
     symptoms: list[Symptom] = []
-    for ranks in synchronised(state.ranks.values()):
+    for ranks in state.synchronised():
         views = [view for rank, view in state.ranks.items() if rank in ranks]
         found = _stalls_among(state, views, activity, now)
         symptoms += with_mismatch(found, views, state.stacks) if found else []

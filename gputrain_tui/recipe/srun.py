@@ -206,7 +206,6 @@ def apply_step(command: LaunchCommand, step: SlurmStep, *, launcher: str) -> Non
         count = step.nodes or 1
         node: dict[str, Any] = {"gpus": (step.gpus_per_node or tasks) if command.starts_ranks else tasks}
         command.notes = [note for note in command.notes if not note.startswith("python starts one process")]
-        command.notes.append("each rank gets RANK, WORLD_SIZE and LOCAL_RANK; SLURM_PROCID does not tell its rank")
     else:
         count = step.nodes or len(command.nodes)
         if tasks > 1:

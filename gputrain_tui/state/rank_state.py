@@ -10,7 +10,17 @@ from typing import Any
 from gputrain_tui.state.process_groups import RankGroups
 from gputrain_tui.state.step_losses import loss_at
 from gputrain_tui.state.totals import ZERO_TOTALS, Totals
-from trainer.contract.record import Doing, Failure, Finding, GpuSample, ModelFlops, RankSample, RunEnded, Step
+from trainer.contract.record import (
+    Doing,
+    Failure,
+    Finding,
+    GpuSample,
+    ModelFlops,
+    RankSample,
+    RankState,
+    RunEnded,
+    Step,
+)
 from trainer.contract.record.unrecorded import COUNTS
 
 WINDOW = 50
@@ -104,6 +114,20 @@ class RankView:
         self.groups.clear()
         self.bucket_step = self.doing = None
         self.validation_turns = 0
+
+    def enter(self, event: RankState) -> None:
+        """Take a state that it has told."""
+        if event.state != self.state:
+            self.doing = None
+        if (event.state == "validating") != bool(self.validation_turns % 2):
+            self.validation_turns += 1
+        self.state, self.time, self.message = event.state, event.time, event.message
+        if event.state != "failed":
+            self.failure = None
+        for name in ("local_rank", "node", "host", "device", "pid", "threads"):
+            value = getattr(event, name)
+            if value is not None:
+                setattr(self, name, value)
 
     def sample_process(self, process: RankSample, time: float) -> None:
         """Take a sample of its process."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from gputrain_tui.state.figures import RunFigures, run_figures
 from gputrain_tui.state.finding_text import loss_is_nan, named_ranks
 from gputrain_tui.state.rank_state import RankView, rank_outcome
 from gputrain_tui.state.record_gaps import RECORD_ADVICE
-from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness
+from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness, synchronised
 from gputrain_tui.state.world import divided, is_of_former, still_standing
 from trainer.contract import record
 from trainer.contract.outcome import RECORD_END_MISSING, RESTARTED, root_cause
@@ -78,6 +78,7 @@ class RunState:
         """Time at which the last restart spawned its first rank, Unix seconds."""
         self._figures = RunFigures()
         self._late: dict[int, float] = {}
+        self._synchronised: Sequence[frozenset[int]] | None = None
         self._figures_version = self._late_version = -1
         self._handlers: dict[type[record.Event], Callable[[Any], None]] = {
             record.RunStarted: self._run_started,
@@ -93,7 +94,7 @@ class RunState:
             record.Validation: self.validations.append,
             record.Checkpoint: self.checkpoints.append,
             record.Checksum: lambda event: self.desync.add(event, self.world_size),
-            record.CollectiveGroup: lambda event: self.rank(event.rank).groups.add(event),
+            record.CollectiveGroup: self._collective_group,
             record.Sample: partial(setattr, self, "sample"),
             record.NodeSample: self._node_sample,
             record.Finding: self._finding,
@@ -222,8 +223,15 @@ class RunState:
     def lateness(self) -> dict[int, float]:
         """Return the lateness by rank, ms, by ``synchronisation.lateness``."""
         if self._late_version != self.version:
-            self._late, self._late_version = lateness(self.ranks.values(), self.findings.values()), self.version
+            self._late = lateness(self.ranks.values(), self.synchronised(), self.findings.values())
+            self._late_version = self.version
         return self._late
+
+    def synchronised(self) -> Sequence[frozenset[int]]:
+        """Return the sets of ranks that wait for each other, directly or through others."""
+        if self._synchronised is None:
+            self._synchronised = synchronised(self.ranks.values())
+        return self._synchronised
 
     def latest(self) -> tuple[int, float] | None:
         """Return the rank that the others wait for most, the straggler where one is found, and its lateness in ms."""
@@ -252,6 +260,7 @@ class RunState:
         view = self.ranks.get(rank) or self.former.get(rank)
         if view is None:
             view = self.ranks[rank] = RankView(rank, self._history)
+            self._synchronised = None
             view.over = self.ended is not None
             self.world_size = max(self.world_size, rank + 1)
         return view
@@ -274,6 +283,8 @@ class RunState:
                 view.started_at = event.step - event.steps
             view.steps.append(event)
         if event.bucket_ms is not None:
+            if view.bucket_step is None:
+                self._synchronised = None
             view.bucket_step = event
         if event.groups:
             view.groups.note(event)
@@ -286,6 +297,10 @@ class RunState:
         view.totals_window.append(totals)
         if event.rank == 0:
             self._pace.note(time_by_boot(event), event.step)
+
+    def _collective_group(self, event: record.CollectiveGroup) -> None:
+        self.rank(event.rank).groups.add(event)
+        self._synchronised = None
 
     def _doing(self, event: record.Doing) -> None:
         view = self.rank(event.rank)
@@ -316,6 +331,7 @@ class RunState:
         """Let the run have other ranks: those that are gone hold no figure, and no finding is about them."""
         self.world_size = event.world_size
         self.ranks, self.former = divided(self.ranks, self.former, event.world_size)
+        self._synchronised = None
         for rank in range(event.world_size):
             self.rank(rank)
         self.findings = {(each.kind, each.rank): each for each in still_standing(self.findings.values(), self.former)}
@@ -343,20 +359,8 @@ class RunState:
             view.entered = event.time  # the stay before was interrupted, so it is not recorded
         elif event.state != view.state:
             self._leave_stage(view, event.time)
-        if event.state != view.state:
-            view.doing = None
-        if (event.state == "validating") != bool(view.validation_turns % 2):
-            view.validation_turns += 1
-        view.state = event.state
-        view.time = event.time
-        view.message = event.message
-        if event.state != "failed":
-            view.failure = None
+        view.enter(event)
         self._update_outcome(view)
-        for name in ("local_rank", "node", "host", "device", "pid", "threads"):
-            value = getattr(event, name)
-            if value is not None:
-                setattr(view, name, value)
 
     def _training_plan(self, event: record.TrainingPlan) -> None:
         self.plan = event

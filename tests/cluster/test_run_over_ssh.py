@@ -60,6 +60,13 @@ class SshCluster:
         folder = self.home / "runs"
         return set(folder.iterdir()) if folder.is_dir() else set()
 
+    def write_starting_script(self) -> None:
+        """A recipe whose script starts two ranks on each of the hosts."""
+        script = TESTS / "support" / "starting_script.py"
+        nodes = "".join(f'[[cluster.nodes]]\nhost = "{name}"\ncpu_ranks = 2\n' for name in self.names)
+        train = f'[train]\nscript = "{script}"\nargs = ["spawn", "30"]\nstarts_ranks = true\n'
+        (self.lab.folder / "recipe.toml").write_text(nodes + train)
+
     def write(self, *lines: str, **options: Any) -> None:
         place = f'[cluster]\nenv = {{ PYTHONPATH = "{PYTHONPATH}" }}\n' + "".join(f"{line}\n" for line in lines)
         (self.lab.folder / "recipe.toml").write_text(
@@ -152,6 +159,18 @@ def cluster(running_lab: SshLab) -> Iterator[SshCluster]:
     shutil.rmtree(running_lab.folder / "shared", ignore_errors=True)
     for host in running_lab.hosts:
         shutil.rmtree(running_lab.disk_of(host) / "home", ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_ranks_that_the_script_of_each_host_starts_are_those_of_the_run(cluster: SshCluster) -> None:
+    cluster.write_starting_script()
+    code, text = cluster.run("run", "recipe.toml")
+    assert code == 0, text
+    cluster.check_record()
+    for rank in range(6):
+        assert [event["state"] for event in events(cluster.record, rank) if "state" in event][-1] == "finished"
+        assert f"rank {rank} of 6: " in RunDir(cluster.record).rank_log(rank).read_text()
+        assert last_recorded(cluster.record, rank) == 30
 
 
 def check_steps(record: Path, rank: int) -> int:

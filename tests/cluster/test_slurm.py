@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from documents import blocks
-from host_recipe import ENDLESS, ENVIRON, check_rank, events, flags, is_training, recipe
+from host_recipe import ENDLESS, ENVIRON, TESTS, check_rank, events, flags, is_training, recipe
 from network_namespaces import LIMIT_S, NamespaceHost, wait_until
 from slurm_lab import Slurm, require_slurm, slurm
 from taken_names import TakenNames
@@ -297,6 +297,31 @@ def user(cluster: Slurm, tmp_path: Path) -> SlurmUser:
     (tmp_path / "recipe.toml").write_text(recipe([None, None], [2, 1]) + "[slurm]\n")
     (tmp_path / "endless.toml").write_text(recipe([None, None], [2, 1], **ENDLESS | {"stop_time": 60.0}) + "[slurm]\n")
     return SlurmUser(cluster, tmp_path)
+
+
+TASKS = """\
+import os
+print(*(os.environ[name] for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID")))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_finds_its_rank_by_slurms_variables_or_starts_the_ranks_of_its_node(user: SlurmUser) -> None:
+    script = TESTS / "support" / "starting_script.py"
+    (user.folder / "tasks.py").write_text(TASKS)
+    nodes = "[[cluster.nodes]]\ncpu_ranks = 2\n" * 2
+    own = {"script": "tasks.py"}, {"script": str(script), "args": ["spawn", "30"], "starts_ranks": True}
+    for number, train in enumerate(own):
+        keys = "".join(f"{name} = {json.dumps(value)}\n" for name, value in train.items())
+        (user.folder / "own.toml").write_text(f"{nodes}[train]\n{keys}[slurm]\n")
+        done = user.run("run", "own.toml", check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        record = sorted((user.folder / "home" / "runs").glob("2*"))[number]
+        logs = [(record / "logs" / f"{rank}.log").read_text() for rank in range(4)]
+        if number == 0:
+            assert logs == [f"{rank} 4 {rank % 2} {rank // 2}\n" for rank in range(4)]
+        else:
+            assert all(f"rank {rank} of 4: " in log for rank, log in enumerate(logs))
 
 
 @pytest.mark.parametrize("way", ["run", pytest.param("batch script", marks=pytest.mark.slow), "srun"])

@@ -375,7 +375,6 @@ def test_what_no_recipe_can_say_is_refused_with_what_to_do_instead(text: str, me
         ("torchrun train.py --files data/*.bin", "data/*.bin stays as it is"),
         ("python spawn.py", "spawn.py starts its ranks itself (torch.multiprocessing)"),
         ("python main.py --multiprocessing-distributed", "starts its ranks itself (--multiprocessing-distributed)"),
-        ("srun -N 2 python train.py", "SLURM_PROCID does not tell its rank"),
         ("srun -N 2 python train.py", "put the job's nodes, partition and time into [slurm]"),
         ("srun -N 2 --gpus-per-node=8 python train.py", "asks for 8 GPUs on each node, but the recipe has 1 there"),
         ("srun --label --mpi=none python train.py", "srun --label, --mpi: not needed"),

@@ -85,7 +85,7 @@ class HostClock:
         origin = start[0]
         return [(at - origin) * 1e3 for at, _ in marks]
 
-    def release(self, marks: Sequence[Mark]) -> None:
+    def release(self, marks: Iterable[Mark]) -> None:
         """Put marks that are not read any more into the pool."""
 
     def memory_peak_bytes(self) -> int | None:
@@ -156,7 +156,7 @@ class CudaClock:
     def offsets_ms(self, start: Any, marks: Iterable[Any]) -> list[float]:
         return [start.elapsed_time(mark) for mark in marks]
 
-    def release(self, marks: Sequence[Any]) -> None:
+    def release(self, marks: Iterable[Any]) -> None:
         self._events.extend(marks)
 
     def stream_handle(self) -> int:

@@ -160,6 +160,7 @@ class StepMeter:
     def follow_collectives(self, collectives: CollectiveMeter, in_backward: Callable[[], bool]) -> None:
         """Measure the collectives that this thread calls from here on, other than those of DDP's buckets."""
         if self._enabled:
+            flight_recorder.attach_all()
             self._collectives = collectives
             collectives.attach(self._clock, in_backward)
             collectives.begin_step(self._phases)
