@@ -27,6 +27,7 @@ from trainer.engine import reports
 from trainer.engine.accelerator import batch_copy, choose_algorithms
 from trainer.engine.agreement import Agreement, LoopRequests
 from trainer.engine.checkpointing import Saving
+from trainer.engine.compilation import Compilation
 from trainer.engine.ddp_model import (
     Accumulation,
     autocast,
@@ -113,7 +114,8 @@ class Loop:
             finite=self._finite,
             before_reduction=comm_hook is not None,
         )
-        self._flops = FlopCount(options, ctx)
+        self._compilation = Compilation(task, self.model, options, ctx, self.autocast)
+        self._flops = FlopCount(options, ctx, self._compilation)
         self._progress = reports.Progress(ctx, every=options.log_interval)
         self._desync = reports.DesyncReports(ctx, self.raw_model)
         self._saving = Saving(ctx, keep_last=options.keep_last, keep_last_epochs=options.keep_last_epochs)
@@ -230,6 +232,9 @@ class Loop:
             meter.lap("data")
             batch = self._to_device(micro.batch)
             meter.lap("h2d")
+            if self._compilation.due:
+                with meter.excluded("compile"):
+                    self._compilation.begin(batch, step=step)
             with self._micro_step(batch, micro.samples, step=step, last=last):
                 with self.autocast:
                     loss, count, _ = summed_loss(self.task, self.model, batch)
@@ -280,6 +285,7 @@ class Loop:
             grad_norm=grad_norm,
             grad_scale=grad_scale,
         )
+        self._compilation.after_step(self.updates)
         self._desync.finish()
         if self._due(self.options.desync_every):
             self._desync.begin(step=self.updates)

@@ -171,7 +171,9 @@ class Step(Event, kw_only=True, tag="step"):
     other_ms: FiniteFloat | None = None
     """The rest of the step, outside of all other phases: the training's own code between optimizer and data."""
     gc_ms: FiniteFloat | None = None
-    """Time in Python's garbage collector during the step."""
+    """Time in Python's garbage collector during the step; absent if it compiled."""
+    compile_ms: FiniteFloat | None = None
+    """Time in torch.compile during the covered steps together, which is in no other duration; absent without it."""
     core_wait_ms: dict[str, FiniteFloat] | None = None
     """Time per phase (``data``, ``forward``, …, ``sync`` for the exposed synchronisation) in which this rank's thread
     was runnable and had no core. Phases without such time are left out; None if the kernel does not count it."""
