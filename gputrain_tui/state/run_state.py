@@ -66,6 +66,7 @@ class RunState:
         self.desync = DesyncState()
         self.nodes: dict[int, record.NodeSample] = {}
         self.sample: record.Sample | None = None
+        self.noise_scale: record.NoiseScale | None = None
         self.silence_changed_at = 0.0
         """Time of the newest ``host_silent`` finding, raised or cleared, Unix seconds."""
         self.longest_stay_s: dict[str, float] = {}
@@ -94,6 +95,7 @@ class RunState:
             record.Checksum: lambda event: self.desync.add(event, self.world_size),
             record.CollectiveGroup: lambda event: self.rank(event.rank).groups.add(event),
             record.Sample: partial(setattr, self, "sample"),
+            record.NoiseScale: partial(setattr, self, "noise_scale"),
             record.NodeSample: self._node_sample,
             record.Finding: self._finding,
             record.Failure: self._failure,

@@ -81,6 +81,8 @@ class StepMeter:
     ) -> None:
         self.lap: Callable[[Phase], object] = _no_lap
         """End a phase: the time since the last mark counts to it; micro-steps add up."""
+        self.local_norm: Scalar = None
+        """Norm [] of this rank's gradient in the last step before the reduction, where it was measured."""
         self._enabled = writer.enabled
         self._now = now
         self._rank = rank
@@ -210,8 +212,8 @@ class StepMeter:
         log = total([log.read() for log in self._logs]) if self._logs else None
         syncs = self._take()
         # After a first synchronisation the gradient is no longer this rank's alone.
-        local = syncs[0].norm() if len(syncs) == 1 else None
-        numbers = self._clock.fetch((loss, grad_norm, local, grad_scale))
+        self.local_norm = syncs[0].norm() if len(syncs) == 1 else None
+        numbers = self._clock.fetch((loss, grad_norm, self.local_norm, grad_scale))
         end = self._mark(waits=False)
         self._marks.append(end)
         compiled = self._compiled_ns
