@@ -9,7 +9,7 @@ from gputrain_tui.diagnosis.roll_up import newest_findings, roll_up
 from gputrain_tui.headless.number_text import further_rates, loss_text, number, percent
 from gputrain_tui.headless.progress import Piece, event_line, paint
 from gputrain_tui.state import RankView, RunState
-from gputrain_tui.state.figures import run_throughput
+from gputrain_tui.state.figures import noise_text, run_throughput
 from gputrain_tui.state.finding_text import failure_words, run_mark
 from gputrain_tui.tables import TableColumn, duration, on_ranks, table, width as cells
 from trainer.contract.outcome import RESTARTED
@@ -88,6 +88,8 @@ def closing_lines(state: RunState, width: int, *, host: str = "") -> list[list[P
         if validation is not None:
             text = paint((event_line(validation) or [])[1:], colour=False)
             lines.append([(f"{split:<11}", "dim"), (text, "")])
+    if noise := noise_text(state.noise_scale):
+        lines.append([("noise      ", "dim"), (f"the noise scale is {noise}", "")])
     if (agree := state.desync.equal) is not None and state.world_size > 1:
         text = "equal on all ranks" if agree else "DIFFER between ranks"
         if bad := state.desync.non_finite:

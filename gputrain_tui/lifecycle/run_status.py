@@ -185,6 +185,7 @@ class RunStatusWriter:
             rates = run_throughput(state.ranks.values())
             status.steps_per_s, status.samples_per_s = rates.steps_per_s, rates.samples_per_s
             status.tokens_per_s, status.mfu = rates.tokens_per_s, rates.mfu
+            status.noise_scale = None if state.noise_scale is None else state.noise_scale.samples
             status.findings = marking(roll_up(state.findings.values(), state.ranks))
             status.valid = _valid(state)
         self.record(

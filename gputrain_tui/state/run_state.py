@@ -66,6 +66,7 @@ class RunState:
         self.desync = DesyncState()
         self.nodes: dict[int, record.NodeSample] = {}
         self.sample: record.Sample | None = None
+        self.noise_scale: record.NoiseScale | None = None
         self.silence_ended_at = 0.0
         """When a silent host answered again last, Unix seconds."""
         self.longest_stay_s: dict[str, float] = {}
@@ -96,6 +97,7 @@ class RunState:
             record.Checksum: lambda event: self.desync.add(event, self.world_size),
             record.CollectiveGroup: self._collective_group,
             record.Sample: partial(setattr, self, "sample"),
+            record.NoiseScale: partial(setattr, self, "noise_scale"),
             record.NodeSample: self._node_sample,
             record.Finding: self._finding,
             record.Failure: self._failure,

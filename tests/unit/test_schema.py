@@ -259,6 +259,11 @@ def test_a_flag_that_cannot_be_read_is_refused(words: list[str], message: str) -
     ("words", "values"),
     [
         (["--fp16"], {"precision": "fp16"}),
+        (["--compile", "--lr", "1"], {"compile": "on", "lr": "1"}),
+        (["--lr", "1", "--compile"], {"compile": "on", "lr": "1"}),
+        (["--compile", "auto"], {"compile": "auto"}),
+        (["--compile=off"], {"compile": "off"}),
+        (["--compile", "--no-compile"], {"compile": "off"}),
         (["--disable-validation", "--save-interval", "2"], {"valid_every_epochs": "0", "save_every_epochs": "2"}),
         (["--restore-file", "a.pt", "--save-interval-updates=5"], {"resume": "a.pt", "save_every_updates": "5"}),
     ],

@@ -290,7 +290,15 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Literal["auto", "on", "off"],
         _numerics("count the FLOPs of the first steps, to show the share of the GPU's peak; auto: on GPUs only"),
     ] = "auto"
-    compile: Annotated[bool, _numerics("compile the model with torch.compile")] = False
+    compile: Annotated[
+        Literal["off", "on", "auto"],
+        _numerics(
+            "compile the model with torch.compile before the first step; auto: train without it where that fails",
+            or_kind="bool",
+            spellings={"true": "on", "false": "off"},
+            switches={"--compile": "on", "--no-compile": "off"},
+        ),
+    ] = "off"
     deterministic: Annotated[bool, _numerics("use deterministic algorithms only")] = False
     threads: Annotated[
         int, _numerics("CPU threads per rank; 0: cores of the node divided by its ranks", ge=0, per_rank=True)

@@ -61,7 +61,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     spellings: dict[str, str] = {}
     """Other names of choices, such as class names of fairseq, and the choice that each stands for."""
     switches: dict[str, str] = {}
-    """Flags without a value, complete with their dashes, and the value that each stands for."""
+    """Flags without a value, complete with their dashes, and the value that each stands for; also the option's own."""
     per_rank: bool = False
     """Whether ranks of one training may have different values: paths, and options of speed such as threads."""
     or_kind: Literal["", "int", "bool"] = ""
@@ -237,10 +237,9 @@ def check_value(option: Option, value: Any, *, where: str) -> Any:
     """Return an untyped value as an option has it, a list as a tuple."""
     if option.optional and (value is None or (value == NONE and option.default is not None)):
         return None
-    if isinstance(value, str):
-        given = option.spellings.get(value, value)
-    else:
-        given = str(value).lower() if option.or_kind and type(value).__name__ == option.or_kind else value
+    given = str(value).lower() if option.or_kind and type(value).__name__ == option.or_kind else value
+    if isinstance(given, str):
+        given = option.spellings.get(given, given)
     kind = option.item_kind or "str" if option.kind == "list" else option.kind
     try:
         items = [_scalar(kind, item) for item in (_items(given, kind) if option.kind == "list" else [given])]
@@ -387,6 +386,8 @@ def read_flags(argv: Sequence[str], options: Iterable[Option]) -> tuple[dict[str
             values[known.name] = attached
         elif queue and (not queue[0].startswith("--") or len(queue[0]) == 2):
             values[known.name] = queue.pop(0)
+        elif word in switches:
+            values[known.name] = switches[word][1]
         else:
             raise RequestError(f"{flag} needs a value: {known.allowed}")
     return values, rest

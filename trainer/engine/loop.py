@@ -27,6 +27,7 @@ from trainer.engine import reports
 from trainer.engine.accelerator import batch_copy, choose_algorithms
 from trainer.engine.agreement import Agreement, LoopRequests
 from trainer.engine.checkpointing import Saving
+from trainer.engine.compilation import Compilation
 from trainer.engine.ddp_model import (
     Accumulation,
     autocast,
@@ -44,6 +45,7 @@ from trainer.engine.item_count import ItemCount
 from trainer.engine.loss_check import check_loss
 from trainer.engine.model_flops import FlopCount
 from trainer.engine.muon import require_equal_products
+from trainer.engine.noise_scale import NoiseMeter
 from trainer.engine.non_finite import FiniteCheck, NonFiniteError
 from trainer.engine.optimizers import LossScaler, Schedule, epochs_end, training_optimizer, without_optimizer
 from trainer.engine.out_of_memory import raise_out_of_memory
@@ -113,9 +115,11 @@ class Loop:
             finite=self._finite,
             before_reduction=comm_hook is not None,
         )
-        self._flops = FlopCount(options, ctx)
+        self._compilation = Compilation(task, self.model, options, ctx, self.autocast)
+        self._flops = FlopCount(options, ctx, self._compilation)
         self._progress = reports.Progress(ctx, every=options.log_interval)
         self._desync = reports.DesyncReports(ctx, self.raw_model)
+        self._noise = NoiseMeter(self.model, options, ctx)
         self._saving = Saving(ctx, keep_last=options.keep_last, keep_last_epochs=options.keep_last_epochs)
         self.state = TrainingState(
             options=options,
@@ -230,6 +234,9 @@ class Loop:
             meter.lap("data")
             batch = self._to_device(micro.batch)
             meter.lap("h2d")
+            if self._compilation.due:
+                with meter.excluded("compile"):
+                    self._compilation.begin(batch, step=step)
             with self._micro_step(batch, micro.samples, step=step, last=last):
                 with self.autocast:
                     loss, count, _ = summed_loss(self.task, self.model, batch)
@@ -280,6 +287,14 @@ class Loop:
             grad_norm=grad_norm,
             grad_scale=grad_scale,
         )
+        self._noise.after_step(
+            step=self.updates,
+            samples=self._items.samples,
+            own=self.meter.local_norm,
+            norm=grad_norm,
+            scale=grad_scale,
+        )
+        self._compilation.after_step(self.updates)
         self._desync.finish()
         if self._due(self.options.desync_every):
             self._desync.begin(step=self.updates)
@@ -323,6 +338,7 @@ class Loop:
         self.ctx.stopping()
         self._agreement.close()
         self._desync.finish()
+        self._noise.finish()
         self.meter.close()
         self._save()
         not_kept = self._saving.close()
@@ -349,6 +365,7 @@ class Loop:
     def _finish(self, reason: str) -> None:
         """Validate and save if the last update was not yet, then test; return early if asked to stop."""
         self._desync.finish()
+        self._noise.finish()
         self.meter.close()
         if self.updates:
             self._validate()

@@ -11,7 +11,7 @@ import msgspec
 
 from trainer.contract.record.code_stacks import Collective, ThreadStack
 from trainer.contract.record.collective_groups import CollectiveCall, GroupSync
-from trainer.contract.record.gpu_sample import GpuSample
+from trainer.contract.record.machine_samples import GpuSample, RankSample
 from trainer.contract.record.numbers import (
     Count,
     ExitStatus,
@@ -178,7 +178,9 @@ class Step(Event, kw_only=True, tag="step"):
     other_ms: FiniteFloat | None = None
     """The rest of the step, outside of all other phases: the training's own code between optimizer and data."""
     gc_ms: FiniteFloat | None = None
-    """Time in Python's garbage collector during the step."""
+    """Time in Python's garbage collector during the step; absent if it compiled."""
+    compile_ms: FiniteFloat | None = None
+    """Time in torch.compile during the covered steps together, which is in no other duration; absent without it."""
     core_wait_ms: dict[str, FiniteFloat] | None = None
     """Time per phase (``data``, ``forward``, …, ``sync`` for the exposed synchronisation) in which this rank's thread
     was runnable and had no core. Phases without such time are left out; None if the kernel does not count it."""
@@ -283,6 +285,21 @@ class Checkpoint(Event, kw_only=True, tag="checkpoint"):
     """Id of the run that the file belongs to; empty in records of earlier versions."""
 
 
+class NoiseScale(Event, kw_only=True, tag="noise_scale"):
+    """Gradient noise scale: the batch beyond which more samples hardly make a step better; written by rank 0."""
+
+    step: StepNumber
+    batch: Count
+    """Samples of the step, over all ranks."""
+    gradient_sq: FiniteFloat
+    """Squared norm of the true gradient, estimated from this step alone; it may be below 0."""
+    noise_sq: FiniteFloat
+    """Mean squared distance of a sample's gradient from it, likewise."""
+    samples: FiniteFloat | None = None
+    """The noise scale: ``noise_sq`` over ``gradient_sq``, each smoothed over the measurements so far; absent while
+    these are too few."""
+
+
 class Checksum(Event, kw_only=True, tag="checksum"):
     """Checksum of a rank's parameters and buffers; equal on all ranks of a healthy run."""
 
@@ -327,36 +344,6 @@ class NodeSample(Event, kw_only=True, tag="node_sample"):
     """Size of its node agent's log."""
     ranks: list[RankSample] = []
     gpus: list[GpuSample] = []
-
-
-class RankSample(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Sample of a rank's process."""
-
-    rank: Rank
-    cpu_percent: FiniteFloat | None = None
-    """In percent of one core: 200 means two busy cores."""
-    rss_bytes: Count | None = None
-    wait_percent: FiniteFloat | None = None
-    """Share of wall time runnable but not running (waiting for a core, throttled), 0 to 100."""
-    cpu_quota_cores: FiniteFloat | None = None
-    """CPU quota of its cgroup, or of the ancestor that throttles it most."""
-    cpu_throttled_percent: FiniteFloat | None = None
-    """Share of wall time for which that quota holds its cgroup back, 0 to 100."""
-    busy_threads: FiniteFloat | None = None
-    """Average number of its threads that run or wait for a core; sampled while the main thread waits for a core at
-    least a tenth of the time."""
-    children_percent: FiniteFloat | None = None
-    """Likewise of all its descendants together; sampled while the process itself is nearly idle."""
-    held: str | None = None
-    """``T`` if it is stopped by a signal, ``t`` if by a debugger."""
-    children: Count | None = None
-    """Its child processes, such as loader workers; sampled as ``busy_threads``."""
-    log_bytes: Count | None = None
-    """Size of its log, from which a reader dates the lines of the log."""
-    sleeps_in: str | None = None
-    """Kernel function in which its main thread sleeps (``wchan``); sampled while the process is nearly idle."""
-    line: str = ""
-    """Line of the user's code at which its main thread stays for seconds, such as ``train.py:12 in augment``."""
 
 
 class Finding(Event, kw_only=True, tag="finding"):
@@ -446,5 +433,6 @@ class RunEnded(Event, kw_only=True, tag="run_ended"):
 
 AnyEvent = (
     RunStarted | World | Queued | RankState | Joining | Unheard | TrainingPlan | ModelFlops | Step | Doing | Validation
-    | Checkpoint | Checksum | CollectiveGroup | Sample | NodeSample | Finding | Failure | RankStacks | Lost | RunEnded
+    | Checkpoint | NoiseScale | Checksum | CollectiveGroup | Sample | NodeSample | Finding | Failure | RankStacks | Lost
+    | RunEnded
 )  # fmt: skip
