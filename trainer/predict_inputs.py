@@ -91,7 +91,7 @@ def _predict(checkpoint: Path, run: str, source: str, batch: int, training_flags
         raise RequestError(f"{path} is a checkpoint of task {state['task']}, not of {training.task}")
     if task_state := state.get(TASK_STATE):
         restore(task, task_state, source=str(path))
-    elif kind.state_dict is not Task.state_dict:
+    elif task_state is None and kind.state_dict is not Task.state_dict:
         raise RequestError(f"{path} does not hold the state of its task, such as a vocabulary: it cannot predict")
     model = task.model()
     try:

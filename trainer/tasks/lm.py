@@ -175,8 +175,12 @@ class LanguageModel(Task):
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, Mapping[str, Tensor]]:
         """Return the summed cross-entropy in nats over all bytes of the batch ``[B, T + 1]``."""
         text = batch.long()
-        logits = model(text[:, :-1])
-        total = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten(), reduction="sum")
+        logits = model(text[:, :-1]).flatten(0, 1)  # [B * T, V]
+        smoothing, z_loss = (self.options.label_smoothing, self.options.z_loss) if model.training else (0.0, 0.0)
+        total = F.cross_entropy(logits, text[:, 1:].flatten(), reduction="sum", label_smoothing=smoothing)
+        if z_loss:  # Chowdhery et al. 2022, section 5
+            log_z = logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(1)
+            total = total + z_loss * log_z.square().sum()
         return total, batch.shape[0] * (batch.shape[1] - 1), {}
 
     def sample(self, model: nn.Module) -> str | None:

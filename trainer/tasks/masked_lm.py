@@ -16,8 +16,9 @@ from trainer.contract.errors import RequestError
 from trainer.contract.task_options import MaskedLmOptions
 from trainer.data.dataset import SizedDataset
 from trainer.tasks import wordpiece
+from trainer.tasks.classification import classification_loss
 from trainer.tasks.sources import text_splits
-from trainer.tasks.task import Task, classification_loss
+from trainer.tasks.task import Task
 
 
 class BertSize(NamedTuple):
@@ -184,7 +185,9 @@ class MaskedLanguageModel(Task):
         tokens = tokens.long()
         inputs, predicted = self.mask(tokens, indices, training=model.training)
         targets = tokens.gather(1, predicted).flatten()
-        return classification_loss(model(inputs, predicted).flatten(0, 1), targets)  # of [B * P, V]
+        logits = model(inputs, predicted).flatten(0, 1)  # [B * P, V]
+        smoothing = self.options.label_smoothing if model.training else 0.0
+        return classification_loss(logits, targets, label_smoothing=smoothing)
 
     def mask(self, tokens: Tensor, indices: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
         """Mask tokens ``[B, L]`` as BERT does: of the chosen ones 80 % become [MASK], 10 % a random token, 10 % stay.
