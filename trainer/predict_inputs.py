@@ -17,7 +17,14 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from trainer.contract.errors import CheckpointError, ExitCode, RequestError, print_message, quoted
+from trainer.contract.errors import (
+    CheckpointError,
+    ExitCode,
+    MachineNotReadyError,
+    RequestError,
+    print_message,
+    quoted,
+)
 from trainer.contract.options import Training
 from trainer.contract.schema import check, describe, read_flags
 
@@ -54,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _predict(args.checkpoint, args.run, args.input, args.batch, training_flags)
     except (RequestError, CheckpointError) as error:
         print_message(str(error), program=args.program)
-        return ExitCode.BAD_REQUEST
+        return ExitCode.REFUSED if isinstance(error, MachineNotReadyError) else ExitCode.BAD_REQUEST
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that flushing at exit does not fail too
         return ExitCode.FINISHED

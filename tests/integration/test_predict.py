@@ -104,7 +104,7 @@ def test_what_cannot_be_predicted_is_one_line(
     [
         (["--task=lm", "--data=none"], "is a checkpoint of task docnn, not of lm"),
         ([*DOCNN, "--kernel-num=7"], "does not fit this model"),
-        (["--task=masked_lm", "--data=none", "--vocab=none"], "has no predict(model, rows)"),
+        (["--task=tiny_task:TinyTask"], "has no predict(model, rows)"),
         ([*DOCNN, "--widht=3"], "--widht=3 is not an option"),
         ([], "--task is missing"),
     ],

@@ -15,7 +15,7 @@ import msgspec
 
 from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.schema import Positives, option_meta
-from trainer.contract.task_files import idx_file, require_file, text_files
+from trainer.contract.task_files import idx_file, require_file, require_tokenizers, text_files
 
 _data, _model, _loss, _sample = (partial(option_meta, group) for group in ("Data", "Model", "Loss", "Sample"))
 
@@ -77,9 +77,16 @@ class TextOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
 
 
 class LmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
-    """Options of ``lm``, a byte-level Transformer decoder."""
+    """Options of ``lm``, a Transformer decoder over bytes or the tokens of a tokenizer."""
 
-    context: Annotated[int, _model("bytes of context for a prediction", ge=1)] = 128
+    tokenizer: Annotated[
+        str | None,
+        _data("tokenizer.json of the package tokenizers; default: the tokens are the bytes", per_rank=True),
+    ] = None
+    vocab_size: (
+        Annotated[int, _data("train a byte-level BPE of this many tokens on data; default: none", ge=257)] | None
+    ) = None
+    context: Annotated[int, _model("tokens of context for a prediction; bytes without a tokenizer", ge=1)] = 128
     dim: Annotated[int, _model("width of the model", ge=1)] = 128
     layers: Annotated[int, _model("Transformer blocks", ge=1)] = 4
     heads: Annotated[int, _model("attention heads; divides dim", ge=1)] = 4
@@ -94,10 +101,21 @@ class LmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
     ] = 0.0
 
     def __post_init__(self) -> None:
+        if self.tokenizer is not None and self.vocab_size is not None:
+            raise RequestError(
+                f"vocab_size is {self.vocab_size}, but tokenizer {quoted(self.tokenizer)} has its own: leave one out"
+            )
         if self.dim % self.heads:
             raise RequestError(f"heads is {self.heads}, but must divide dim, which is {self.dim}")
         if self.dim // self.heads % 2:
             raise RequestError(f"dim / heads is {self.dim // self.heads}, but must be even; change dim or heads")
+
+    def check_data(self) -> None:
+        super().check_data()
+        if self.tokenizer is not None or self.vocab_size is not None:
+            require_tokenizers("a tokenizer of task lm")
+        if self.tokenizer is not None:
+            require_file(self.tokenizer)
 
 
 class DocNNOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
@@ -211,6 +229,7 @@ class MaskedLmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
 
     def check_data(self) -> None:
         super().check_data()
+        require_tokenizers("task masked_lm")
         if self.vocab is not None:
             require_file(self.vocab)
 
