@@ -185,7 +185,8 @@ def _value(option: Option, made: dict[str, Any]) -> dict[str, Any]:
     if option.spellings:
         rule["enum"] = [*rule["enum"], *(name for name in option.spellings if name not in rule["enum"])]
     if option.or_kind:
-        rule = {"anyOf": [rule, {"type": {"int": "integer", "bool": "boolean"}[option.or_kind]}]}
+        other = {"type": {"int": "integer", "bool": "boolean", "list": "array"}[option.or_kind]}
+        rule = {"anyOf": [rule, other | ({"items": {"type": "number"}} if option.or_kind == "list" else {})]}
     if option.kind == "list" and option.min_items <= 1:
         rule = {"anyOf": [one, rule]}
     described = {"description": option.help} if option.help else {}

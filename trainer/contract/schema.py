@@ -64,8 +64,9 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     """Flags without a value, complete with their dashes, and the value that each stands for; also the option's own."""
     per_rank: bool = False
     """Whether ranks of one training may have different values: paths, and options of speed such as threads."""
-    or_kind: Literal["", "int", "bool"] = ""
-    """Type that a text option accepts besides text and converts to it: a column has a name or a number."""
+    or_kind: Literal["", "int", "bool", "list"] = ""
+    """Type that a text option accepts besides text and converts to it: a column has a name or a number, and weights are
+    a word or a list of numbers."""
 
     @property
     def flag(self) -> str:
@@ -77,7 +78,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
             return "one of " + ", ".join(map(str, self.choices))
         one = {"bool": "true or false", "int": "an integer", "float": "a number", "str": "text"}
         if self.or_kind:
-            one["str"] = f"text or {one[self.or_kind]}"
+            one["str"] = f"text or {one.get(self.or_kind, 'a list of numbers')}"
         many = {"int": "integers", "float": "numbers", "str": "texts"}
         text = one[self.kind] if self.kind != "list" else f"{self._how_many} {many.get(self.item_kind or '', 'values')}"
         bounds = []
@@ -237,7 +238,10 @@ def check_value(option: Option, value: Any, *, where: str) -> Any:
     """Return an untyped value as an option has it, a list as a tuple."""
     if option.optional and (value is None or (value == NONE and option.default is not None)):
         return None
-    given = str(value).lower() if option.or_kind and type(value).__name__ == option.or_kind else value
+    if option.or_kind == "list" and isinstance(value, list | tuple):
+        given: Any = ", ".join(map(text_of, value))
+    else:
+        given = str(value).lower() if option.or_kind and type(value).__name__ == option.or_kind else value
     if isinstance(given, str):
         given = option.spellings.get(given, given)
     kind = option.item_kind or "str" if option.kind == "list" else option.kind

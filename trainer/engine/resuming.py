@@ -38,6 +38,7 @@ class _Position(msgspec.Struct):
     stream: Annotated[int, Meta(ge=0, le=1)] = 0
     shards: Count = 0
     head: str = ""
+    stream_state: dict[str, Any] | None = None
 
 
 class _Schedule(msgspec.Struct):
