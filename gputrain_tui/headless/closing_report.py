@@ -91,7 +91,8 @@ def closing_lines(state: RunState, width: int, *, host: str = "") -> list[list[P
     if noise := noise_text(state.noise_scale):
         lines.append([("noise      ", "dim"), (f"the noise scale is {noise}", "")])
     if (agree := state.desync.equal) is not None and state.world_size > 1:
-        text = "equal on all ranks" if agree else "DIFFER between ranks"
+        alike = "divided among the ranks" if state.desync.divided else "equal on all ranks"
+        text = alike if agree else "DIFFER between ranks"
         if bad := state.desync.non_finite:
             where = on_ranks(bad, state.world_size)
             text = f"NaN or infinite {where}" if agree else f"{text}; NaN or infinite {where}"

@@ -23,6 +23,17 @@ RESETS = ("reset_optimizer", "reset_dataloader", "reset_meters")
 """Options that leave out a part of the checkpoint on resuming."""
 
 
+DDP_ONLY = (
+    "ddp_comm_hook",
+    "find_unused_parameters",
+    "static_graph",
+    "broadcast_buffers",
+    "bucket_cap_mb",
+    "gradient_as_bucket_view",
+)
+"""Options of DDP, which does not take part in a sharded training."""
+
+
 def flag_of(name: str) -> str:
     """Return the flag of an option."""
     return "--" + name.replace("_", "-")
@@ -81,6 +92,16 @@ def require_batch_sizes(batch_size: Sequence[int] | None, world_size: int, *, wh
         raise RequestError(f"{where('batch_size')} has {count} values, but there {ranks}; give one, or one per rank")
 
 
+def require_ranks(options: Training, world_size: int, *, where: Named = flag_of) -> None:
+    """Require batch sizes that fit the ranks, and several ranks for a model that is divided among them."""
+    require_batch_sizes(options.batch_size, world_size, where=where)
+    if options.strategy == "fsdp" and world_size == 1 and not options.eval_only:
+        raise RequestError(
+            f"{where('strategy')} is fsdp, which divides a model among several ranks, and there is 1 rank: take more, "
+            "or ddp"
+        )
+
+
 def ends_without_validation(options: Training) -> bool:
     """Return whether a limit ends the training even if no validation is ever made."""
     limited = options.max_epochs or options.max_updates or options.stop_time
@@ -115,6 +136,8 @@ def _conflicts(options: Training, task: BuiltInOptions | None, named: Named) -> 
         if options.finetune_partial and not options.finetune_from:
             yield ("finetune_partial", f"needs {named('finetune_from')}, the file with the weights")
         yield from _of_optimizer(options, named)
+    if options.strategy == "fsdp":
+        yield from _of_sharding(options, task, named)
     if options.checkpoint_run and not (options.resume or options.eval_only):
         yield (
             "checkpoint_run",
@@ -140,6 +163,25 @@ def _conflicts(options: Training, task: BuiltInOptions | None, named: Named) -> 
         yield (
             "activation_checkpointing",
             f"needs modules whose activations may be computed again, and {options.task} names none",
+        )
+
+
+def _of_sharding(options: Training, task: BuiltInOptions | None, named: Named) -> Iterator[tuple[str, str]]:
+    defaults = Training()
+    for name in DDP_ONLY:
+        if getattr(options, name) != getattr(defaults, name):
+            yield (name, f"is of DDP, and {named('strategy')} fsdp has none: leave one of them out")
+    if options.compile != "off":
+        yield ("compile", f"is not possible with {named('strategy')} fsdp: leave one of them out")
+    if options.optimizer == "muon":
+        yield (
+            "optimizer",
+            f"muon needs whole matrices, which {named('strategy')} fsdp divides among the ranks: take adamw",
+        )
+    if task is not None and not task.has_repeated_block:
+        yield (
+            "strategy",
+            f"fsdp divides a model by its repeated block, and that of {options.task} has none: take ddp",
         )
 
 

@@ -304,6 +304,13 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int, _numerics("CPU threads per rank; 0: cores of the node divided by its ranks", ge=0, per_rank=True)
     ] = 0
 
+    strategy: Annotated[
+        Literal["ddp", "fsdp"],
+        _sync(
+            "ddp: the whole model on every rank; fsdp: parameters, gradients and optimizer state divided among the "
+            "ranks, for a model that does not fit"
+        ),
+    ] = "ddp"
     bucket_cap_mb: Annotated[float, _sync("size of a gradient bucket, MiB", gt=0)] = 25.0
     find_unused_parameters: Annotated[bool, _sync("search for parameters that a step does not use")] = False
     gradient_as_bucket_view: Annotated[bool, _sync("gradients share memory with the buckets")] = True

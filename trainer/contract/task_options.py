@@ -36,6 +36,8 @@ class BuiltInOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Whether the task gives the tokens of each sample."""
     has_checkpointed_modules: ClassVar[bool] = False
     """Whether the task names modules whose activations may be computed again."""
+    has_repeated_block: ClassVar[bool] = False
+    """Whether the task's model has a repeated block, by which it may be divided among the ranks."""
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -48,6 +50,7 @@ class TextOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
 
     has_sizes: ClassVar[bool] = True
     has_checkpointed_modules: ClassVar[bool] = True
+    has_repeated_block: ClassVar[bool] = True
 
     data: Annotated[
         str,

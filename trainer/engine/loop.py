@@ -29,15 +29,11 @@ from trainer.engine.agreement import Agreement, LoopRequests
 from trainer.engine.checkpointing import Saving
 from trainer.engine.compilation import Compilation
 from trainer.engine.ddp_model import (
-    Accumulation,
     autocast,
-    clip,
     compression,
     keep_buffers,
     share_buffers,
     trainable,
-    unwrap,
-    wrap,
 )
 from trainer.engine.ema import WeightAverage
 from trainer.engine.end_conditions import StepTimes, TrainingOutcome, end_reached
@@ -50,7 +46,7 @@ from trainer.engine.non_finite import FiniteCheck, NonFiniteError
 from trainer.engine.optimizers import LossScaler, Schedule, epochs_end, training_optimizer, without_optimizer
 from trainer.engine.out_of_memory import raise_out_of_memory
 from trainer.engine.parameter_use import ParameterUse
-from trainer.engine.preparation import batch_sizes, build_model, read_data, require_same_on_ranks
+from trainer.engine.preparation import batch_sizes, build_model, read_data, require_same_on_ranks, strategy_of
 from trainer.engine.training_state import TrainingState
 from trainer.engine.validation import Validator
 from trainer.engine.worker_context import WorkerContext
@@ -66,14 +62,15 @@ class Loop:
         self.data = read_data(task, options, ctx)
         model = build_model(task, options, self.data)
         require_same_on_ranks(task, self.data.samples, ctx)  # before DDP, which compares the models
-        self.model = wrap(model, options, device=ctx.device, world_size=ctx.world_size)
-        self.raw_model = unwrap(self.model)
+        self.strategy = strategy_of(task, model, options, ctx)
+        del model
+        self.model, self.raw_model = self.strategy.model, self.strategy.module
         self.parameters = trainable(self.raw_model)
         self.autocast = autocast(options, ctx.device)
         metrics = check_loss(task, self.raw_model, self.data.loss_check, ctx, autocast=self.autocast)
         self.average = WeightAverage(self.raw_model, decay=options.ema_decay, start=options.ema_start)
         self._validation = Validator(
-            task, options, ctx, self.data, self.raw_model, self.average, self.autocast, metrics=metrics
+            task, options, ctx, self.data, self.strategy, self.average, self.autocast, metrics=metrics
         )
         self.best = self._validation.best
         seed_all(mix_seed(options.seed, ctx.rank))  # dropout differs between ranks, and is reproducible
@@ -89,7 +86,6 @@ class Loop:
         )
         self.schedule = Schedule(options, self.optimizer, end=self._schedule_end())
         self.scaler = LossScaler(ctx.device, enabled=options.precision == "fp16")
-        self._accumulation = Accumulation(self.model)
         comm_hook, wire_ratio = compression(options)
         self.meter = StepMeter(
             self.model,
@@ -101,11 +97,12 @@ class Loop:
             wire_ratio=wire_ratio,
             sparse=task.sparse_parameters(self.raw_model),
         )
+        self.strategy.measure(self.meter)
         self._to_device = batch_copy(ctx.device)
         choose_algorithms(options, ctx.device, few_shapes=task.lengths("train") is None)
-        self._use = ParameterUse(self.model, raw_model=self.raw_model, parameters=self.parameters, ctx=ctx)
+        self._use = ParameterUse(self.strategy, parameters=self.parameters, ctx=ctx)
         copies = ctx.copies or host_copies(ctx.device)
-        self._finite = FiniteCheck(task, self.raw_model, self.autocast, scaled=self.scaler.enabled, copies=copies)
+        self._finite = FiniteCheck(task, self.strategy, self.autocast, scaled=self.scaler.enabled, copies=copies)
         self._items = ItemCount(
             ctx,
             per_sample=task.count_per_sample,
@@ -120,7 +117,9 @@ class Loop:
         self._progress = reports.Progress(ctx, every=options.log_interval)
         self._desync = reports.DesyncReports(ctx, self.raw_model)
         self._noise = NoiseMeter(self.model, options, ctx)
-        self._saving = Saving(ctx, keep_last=options.keep_last, keep_last_epochs=options.keep_last_epochs)
+        self._saving = Saving(
+            ctx, self.strategy, keep_last=options.keep_last, keep_last_epochs=options.keep_last_epochs
+        )
         self.state = TrainingState(
             options=options,
             ctx=ctx,
@@ -249,7 +248,7 @@ class Loop:
         gradients = self._use.gradients(step=step)
         grad_scale = items.correct_gradients() * self.scaler.value
         self.scaler.unscale_(self.optimizer)
-        norm = clip(gradients, self.options.clip_norm)
+        norm = self.strategy.clip(gradients, self.options.clip_norm)
         grad_norm = finite.require_gradient(norm, self.optimizer, step=step)
         if not self.scaler.step(self.optimizer):
             self._discard_step()
@@ -266,7 +265,7 @@ class Loop:
         """Surround a micro-batch's forward and backward pass; only that of the last one reduces gradients."""
         keeps_buffers = nullcontext() if samples else keep_buffers(self.raw_model)
         try:
-            with self._accumulation(last=last), self._flops.count(batch, samples), keeps_buffers:
+            with self.strategy.micro_step(last=last), self._flops.count(batch, samples), keeps_buffers:
                 yield
         except (RuntimeError, MemoryError) as error:
             self._use.raise_unused(error)

@@ -22,7 +22,7 @@ from trainer.data.shares import DEFAULT_BATCH_SIZE, TokenLimit, rank_batch_sizes
 from trainer.data.stream_batches import StreamBatches, StreamEvalBatches
 from trainer.engine import reports, task_state
 from trainer.engine.data_sample import DataSample, require_same_data
-from trainer.engine.ddp_model import checkpoint_activations, require_trainable
+from trainer.engine.ddp_model import Replicated, Strategy, checkpoint_activations, require_trainable
 from trainer.engine.loss_check import SampleBatches, read_sample_batches
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task
@@ -85,6 +85,15 @@ def build_model(task: Task, options: Training, data: TrainingData) -> nn.Module:
     if options.activation_checkpointing:
         checkpoint_activations(task, model)
     return model
+
+
+def strategy_of(task: Task, model: nn.Module, options: Training, ctx: WorkerContext) -> Strategy:
+    """Prepare a task's model for training, in the way of ``--strategy``."""
+    if options.strategy == "ddp":
+        return Replicated(model, options, ctx)
+    from trainer.engine.sharded_model import FullySharded  # imports DTensor, which takes long
+
+    return FullySharded(task, model, options, ctx)
 
 
 def require_same_on_ranks(task: Task, samples: Mapping[str, DataSample], ctx: WorkerContext) -> None:

@@ -93,6 +93,13 @@ class Task:
         """Return the modules that ``--activation-checkpointing`` recomputes in the backward pass; none in another."""
         return ()
 
+    def shard_modules(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return the modules by which ``--strategy fsdp`` divides the model; none for its largest repeated block.
+
+        Only one of them is whole on a rank at a time, besides what is in none of them.
+        """
+        return ()
+
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """Return the task's own optimizer; None for that of the options."""
         return None

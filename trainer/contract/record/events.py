@@ -306,6 +306,7 @@ class Checksum(Event, kw_only=True, tag="checksum"):
     rank: Rank
     step: Count
     parameters: str
+    """Empty where they are divided among the ranks."""
     buffers: str
     non_finite: bool = False
     """Whether a parameter is NaN or infinite."""
