@@ -93,7 +93,7 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
             f"{recipe.where('distributed_world_size')} is {recipe.world_size}, but cluster.nodes has {counts} = "
             f"{world_size} ranks: give the nodes {recipe.world_size}, or set it to {world_size}"
         )
-    require_batch_sizes(recipe.train.batch_size, world_size, where=lambda name: recipe.where("train", name))
+    require_batch_sizes(recipe.train, world_size, where=lambda name: recipe.where("train", name))
     run = Plan(
         world_size=world_size,
         init_method=_init_method(recipe, machines, world_size, local),

@@ -12,6 +12,7 @@ from epoch_batches import batches, read, samples_of
 from torch.utils.data import DataLoader
 
 from trainer.contract.errors import RequestError
+from trainer.contract.options import Training
 from trainer.data.batches import EvalBatches, Position
 from trainer.data.epoch_order import epoch_order
 from trainer.data.loader import MicroBatch, pinned
@@ -313,14 +314,27 @@ def test_empty_splits_are_named() -> None:
 def test_batch_sizes_are_one_for_all_or_one_per_rank(
     given: list[int], world_size: int, expected: tuple[int, ...]
 ) -> None:
-    assert rank_batch_sizes(given, world_size) == expected
+    assert rank_batch_sizes(Training(task="a:B", batch_size=tuple(given)), world_size) == expected
+
+
+def test_balanced_shares_begin_as_equal_as_they_can() -> None:
+    options = Training(task="a:B", batch_size="balanced", global_batch_size=32)
+    assert rank_batch_sizes(options, 3) == (11, 11, 10)
 
 
 def test_a_wrong_number_of_batch_sizes_is_refused() -> None:
     with pytest.raises(
         RequestError, match=r"^--batch-size has 3 values, but there are 2 ranks; give one, or one per rank$"
     ):
-        rank_batch_sizes([32, 32, 8], 2)
+        rank_batch_sizes(Training(task="a:B", batch_size=(32, 32, 8)), 2)
+
+
+def test_a_global_batch_below_one_sample_per_rank_is_refused() -> None:
+    with pytest.raises(
+        RequestError,
+        match=r"^--global-batch-size is 2, but there are 3 ranks, each with at least 1 sample: give 3 or more$",
+    ):
+        rank_batch_sizes(Training(task="a:B", batch_size="balanced", global_batch_size=2), 3)
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation

@@ -22,6 +22,7 @@ from trainer.contract.outcome import describe_stop
 from trainer.data.batches import Update
 from trainer.data.loader import mix_seed
 from trainer.data.seeds import seed_all
+from trainer.data.shares import rank_batch_sizes
 from trainer.distributed.host_copies import host_copies
 from trainer.engine import reports
 from trainer.engine.accelerator import batch_copy, choose_algorithms
@@ -48,7 +49,7 @@ from trainer.engine.non_finite import FiniteCheck, NonFiniteError
 from trainer.engine.optimizers import LossScaler, Schedule, epochs_end, training_optimizer, without_optimizer
 from trainer.engine.out_of_memory import raise_out_of_memory
 from trainer.engine.parameter_use import ParameterUse
-from trainer.engine.preparation import batch_sizes, build_model, read_data, require_same_on_ranks
+from trainer.engine.preparation import build_model, read_data, require_same_on_ranks
 from trainer.engine.training_state import TrainingState
 from trainer.engine.validation import Validator
 from trainer.engine.worker_context import WorkerContext
@@ -108,7 +109,7 @@ class Loop:
             ctx,
             per_sample=task.count_per_sample,
             # One per sample until they are known; a far smaller number would overflow the first gradient in fp16.
-            estimate=float(sum(batch_sizes(options, ctx.world_size)) * self._update_freq(1)),
+            estimate=float(sum(rank_batch_sizes(options, ctx.world_size)) * self._update_freq(1)),
             parameters=self.parameters,
             finite=self._finite,
             before_reduction=comm_hook is not None,

@@ -35,7 +35,6 @@ from trainer.contract.record.events import (
     ModelFlops as ModelFlops,
     NodeSample as NodeSample,
     Queued as Queued,
-    RankSample as RankSample,
     RankStacks as RankStacks,
     RankState as RankState,
     RankStateName as RankStateName,
@@ -43,13 +42,14 @@ from trainer.contract.record.events import (
     RunStarted as RunStarted,
     RunStatusName as RunStatusName,
     Sample as Sample,
+    ShareChange as ShareChange,
     Step as Step,
     TrainingPlan as TrainingPlan,
     Validation as Validation,
     World as World,
 )
-from trainer.contract.record.gpu_sample import GpuSample as GpuSample
 from trainer.contract.record.json_lines import decode_events as decode_events, encode_event as encode_event
+from trainer.contract.record.node_parts import GpuSample as GpuSample, RankSample as RankSample
 from trainer.contract.record.numbers import MAX_RANKS as MAX_RANKS
 from trainer.contract.record.run_dir import (
     NATIVE as NATIVE,

@@ -12,7 +12,7 @@ import msgspec
 
 from trainer.contract.record.code_stacks import Collective, ThreadStack
 from trainer.contract.record.collective_groups import CollectiveCall, GroupSync
-from trainer.contract.record.gpu_sample import GpuSample
+from trainer.contract.record.node_parts import GpuSample, RankSample
 from trainer.contract.record.numbers import (
     MAX_NUMBER,
     Count,
@@ -108,6 +108,35 @@ class TrainingPlan(Event, kw_only=True, tag="training_plan"):
     """Unit of the task's loss, such as ``nats``; empty: none is known."""
     tf32: bool | None = None
     """Whether a GPU rounds products of 32-bit floats to TF32; absent on CPUs."""
+
+
+class ShareChange(Event, kw_only=True, tag="shares"):
+    """The ranks divide the global batch in another way from a step on; written by rank 0. Times are of one micro-step.
+
+    It is written again, with ``measured_ms``, once the new shares were measured.
+    """
+
+    step: StepNumber
+    """The first step with the new shares."""
+    previous: list[Count]
+    """Samples per micro-step of each rank before; empty at the start."""
+    shares: list[Count]
+    """Samples per micro-step of each rank from this step on; their sum stays."""
+    cause: Literal["start", "learned", "measured", "memory", "resumed"]
+    """``start``: equal shares; ``learned``: by what earlier runs measured on these devices; ``measured``: by the times
+    below; ``memory``: a rank ran out of memory; ``resumed``: those of the checkpoint."""
+    fixed_ms: list[FiniteFloat] | None = None
+    """Compute of each rank that does not depend on its share; absent where nothing was measured."""
+    per_sample_ms: list[FiniteFloat] | None = None
+    """Compute of each rank per sample, likewise."""
+    bounds: list[Count] | None = None
+    """Most samples that the memory of each rank holds, 0 if not known; absent while no rank ran out of memory."""
+    slowest_ms: FiniteFloat | None = None
+    """Compute of the slowest rank with the shares before."""
+    expected_ms: FiniteFloat | None = None
+    """Compute of the slowest rank with the new shares, as expected."""
+    measured_ms: FiniteFloat | None = None
+    """Compute of the slowest rank with the new shares, as measured."""
 
 
 class ModelFlops(Event, kw_only=True, tag="model_flops"):
@@ -322,36 +351,6 @@ class NodeSample(Event, kw_only=True, tag="node_sample"):
     gpus: list[GpuSample] = []
 
 
-class RankSample(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Sample of a rank's process."""
-
-    rank: Rank
-    cpu_percent: FiniteFloat | None = None
-    """In percent of one core: 200 means two busy cores."""
-    rss_bytes: Count | None = None
-    wait_percent: FiniteFloat | None = None
-    """Share of wall time runnable but not running (waiting for a core, throttled), 0 to 100."""
-    cpu_quota_cores: FiniteFloat | None = None
-    """CPU quota of its cgroup, or of the ancestor that throttles it most."""
-    cpu_throttled_percent: FiniteFloat | None = None
-    """Share of wall time for which that quota holds its cgroup back, 0 to 100."""
-    busy_threads: FiniteFloat | None = None
-    """Average number of its threads that run or wait for a core; sampled while the main thread waits for a core at
-    least a tenth of the time."""
-    children_percent: FiniteFloat | None = None
-    """Likewise of all its descendants together; sampled while the process itself is nearly idle."""
-    held: str | None = None
-    """``T`` if it is stopped by a signal, ``t`` if by a debugger."""
-    children: Count | None = None
-    """Its child processes, such as loader workers; sampled as ``busy_threads``."""
-    log_bytes: Count | None = None
-    """Size of its log, from which a reader dates the lines of the log."""
-    sleeps_in: str | None = None
-    """Kernel function in which its main thread sleeps (``wchan``); sampled while the process is nearly idle."""
-    line: str = ""
-    """Line of the user's code at which its main thread stays for seconds, such as ``train.py:12 in augment``."""
-
-
 class Finding(Event, kw_only=True, tag="finding"):
     """A diagnosis with its evidence, raised or cleared."""
 
@@ -443,6 +442,7 @@ def _or_nan(value: float | None) -> float:
 
 
 AnyEvent = (
-    RunStarted | World | Queued | RankState | Joining | TrainingPlan | ModelFlops | Step | Doing | Validation
-    | Checkpoint | Checksum | CollectiveGroup | Sample | NodeSample | Finding | Failure | RankStacks | Lost | RunEnded
+    RunStarted | World | Queued | RankState | Joining | TrainingPlan | ShareChange | ModelFlops | Step | Doing
+    | Validation | Checkpoint | Checksum | CollectiveGroup | Sample | NodeSample | Finding | Failure | RankStacks | Lost
+    | RunEnded
 )  # fmt: skip
