@@ -152,6 +152,7 @@ def training_batches(
             limit=limit,
             curriculum=options.curriculum,
             fix_batches=options.fix_batches_to_gpus,
+            balanced=options.batch_size == "balanced",
             **common,
         )
     for flag in ("max_tokens", "curriculum", "fix_batches_to_gpus"):
@@ -160,6 +161,11 @@ def training_batches(
                 f"--{flag.replace('_', '-')} needs samples by index, but the training data is a stream, which is read "
                 "in its own order: give the dataset __getitem__ and __len__, or leave the flag out"
             )
+    if options.batch_size == "balanced":
+        raise RequestError(
+            "--batch-size balanced needs samples by index, but the training data is a stream, which each rank divides "
+            "by itself: give the dataset __getitem__ and __len__, or a --batch-size of one value per rank"
+        )
     warn = partial(reports.finding, ctx, "data_length", severity="warning")
     batches = StreamBatches(dataset, exchange=distributed.all_gather_list, warn=warn, **common)
     if batches.length is None and not (options.max_updates or options.stop_time):
