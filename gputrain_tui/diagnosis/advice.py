@@ -33,9 +33,11 @@ ADVICE = {
     "h2d": "check the PCIe link of its GPU (nvidia-smi -q: width and generation), that memory is pinned, and other "
     "traffic on the bus",
     "forward": "compare its device, its input sizes and other processes there with those of the other ranks; code "
-    "that only this rank runs is a common cause",
+    "that only this rank runs is a common cause. If its time grows with its samples, "
+    "batch_size = balanced makes up for it",
     "backward": "compare its device, its input sizes and other processes there with those of the other ranks; "
-    "hooks that only this rank runs are a common cause",
+    "hooks that only this rank runs are a common cause. If its time grows with its samples, "
+    "batch_size = balanced makes up for it",
     "optimizer": "look for work that only this rank does after a step: logging, saving, clipping",
     "other": "look for work that only this rank does there: reading data without a DataLoader, logging, metrics, "
     "saving; in the console (gputrain attach), K on the rank's page shows where",

@@ -78,6 +78,8 @@ class UnevenSpeeds:
         """
         if self._ranks != tuple(timeline.ranks) or not timeline.rows:
             self._start(timeline.ranks)
+        if state.shares.newest is not None:  # they are balanced
+            return []
         for row in added:
             if self._over or len(row.phases) < 2 or not row.synced or not all(each.samples for each in row.phases):
                 continue

@@ -31,7 +31,7 @@ COLUMNS: tuple[tuple[TableColumn, int, Callable[[RankView, Lateness], str]], ...
     (TableColumn("host"), 2, lambda view, _: view.host or ""),
     (TableColumn("device"), 3, lambda view, _: view.device or ""),
     (TableColumn("steps", right=True), 0, lambda view, _: number(view.totals.steps, 0)),
-    (TableColumn("share", right=True), 0, lambda view, _: number(view.share)),
+    (TableColumn("share", right=True), 0, lambda view, _: number(view.share, 0)),
     (TableColumn("loss", right=True), 0, lambda view, _: loss_text(view.loss)),
     (TableColumn("samples/s", right=True), 0, lambda view, _: number(view.totals.samples_per_s)),
     (TableColumn("steps/s", right=True), 0, lambda view, _: number(view.totals.steps_per_s)),

@@ -36,8 +36,8 @@ _NO_WAITS = ("",) * len(CORE_WAIT_PHASES)
 def write_csv(record: RecordedSteps, file: BinaryIO) -> None:
     """Write a line per rank and step, rank after rank; values that were not measured are empty.
 
-    The share is the rank's samples of a micro-step where shares are balanced. The times of the buckets are numbers with spaces between them, the collectives by group a JSON list; single calls
-    are left out.
+    The share is the rank's samples of a micro-step where shares are balanced. The times of the buckets are numbers with
+    spaces between them, the collectives by group a JSON list; single calls are left out.
     """
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     try:
