@@ -22,6 +22,8 @@ from gputrain_tui.diagnosis.thresholds import SPEED_BLOCKS, WINDOW_ROWS
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.tables import ranks_text
+from trainer.contract import balanced_shares
+from trainer.contract.balanced_shares import ComputeTime
 
 
 class _Speeds(NamedTuple):
@@ -43,10 +45,10 @@ class _Speeds(NamedTuple):
     def _compute_ms(self, shares: Sequence[float]) -> float:
         return max(share * each for share, each in zip(shares, self.compute, strict=True))
 
-    def balanced(self) -> list[float]:
-        """Return each rank's share of all samples in proportion to its speed."""
-        speeds = [1.0 / each for each in self.compute]
-        return [sum(self.samples) * speed / sum(speeds) for speed in speeds]
+    def balanced(self) -> Sequence[int]:
+        """Return the shares of all samples with which a step takes least, if computing takes time by sample."""
+        times = [ComputeTime(0.0, each) for each in self.compute]
+        return balanced_shares.shares(times, [0] * len(times), max(round(sum(self.samples)), len(times)))
 
 
 class UnevenSpeeds:

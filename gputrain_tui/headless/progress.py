@@ -18,7 +18,7 @@ from gputrain_tui.headless.number_text import further_rates, loss_text, number, 
 from gputrain_tui.hosts.host_names import is_pending
 from gputrain_tui.lifecycle.attempt_outcome import ACCEPTED_STATES
 from gputrain_tui.state import RunState
-from gputrain_tui.state.share_changes import change_text
+from gputrain_tui.state.share_changes import change_text, gain_text, shares_text
 from gputrain_tui.state.standstill import Standstill, StepWatch
 from gputrain_tui.tables import duration, evaluation, of_weights, printable, ranks_text, size
 from trainer.contract.outcome import (
@@ -206,7 +206,8 @@ def event_line(event: AnyEvent) -> list[Piece] | None:
             text = evaluation(step if weights is None else of_weights(weights), event.loss, event.metrics)
             return [(f"{event.split} ", "dim"), (text, "")]
         case ShareChange() if event.cause != "start":
-            return [(change_text(event), "")]
+            gain = "" if event.measured_ms is None else f"with shares {shares_text(event.shares)} {gain_text(event)}"
+            return [(gain or change_text(event), "")]
         case Checkpoint():
             return [(f"saved step {event.step}  {event.path} ({size(event.bytes)})", "dim")]
         case Finding() if event.kind in SHOWN_INFOS:

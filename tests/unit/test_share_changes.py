@@ -84,6 +84,11 @@ def test_a_progress_view_prints_changes_but_not_the_equal_start() -> None:
     line = event_line(MEASURED)
     assert line is not None
     assert paint(line, colour=False) == change_text(MEASURED)
+    line = event_line(changed(31, [48, 16], slowest_ms=64.0, expected_ms=33.0, measured_ms=34.2))
+    assert line is not None
+    assert paint(line, colour=False) == (
+        "with shares 48, 16 the slowest rank computes 34.2 ms instead of 64.0 ms (33.0 ms expected)"
+    )
 
 
 def test_the_closing_table_has_the_shares_only_where_they_are_balanced() -> None:
