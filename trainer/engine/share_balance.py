@@ -92,6 +92,11 @@ def next_shares(
     return None if better == tuple(current) else better
 
 
+def measures_steps(options: Training, world_size: int) -> bool:
+    """Return whether the shares are balanced by the times of the steps."""
+    return options.batch_size == "balanced" and world_size > 1 and options.shares_from is None
+
+
 class ShareBalance:
     """One rank's side of the balanced shares; without ``batch_size = "balanced"`` it does nothing."""
 
@@ -99,7 +104,8 @@ class ShareBalance:
         self, options: Training, ctx: WorkerContext, train: Any, *, meter: StepMeter, trial: BatchTrial
     ) -> None:
         self.enabled = options.batch_size == "balanced" and ctx.world_size > 1
-        self.most_updates = WINDOW // 2 if self.enabled else 1 << 30
+        self._measures = measures_steps(options, ctx.world_size)
+        self.most_updates = WINDOW // 2 if self._measures else 1 << 30
         """Most updates between two agreements."""
         self._ctx, self._meter, self._trial = ctx, meter, trial
         self._total = options.global_batch_size
@@ -169,7 +175,7 @@ class ShareBalance:
 
     def numbers(self) -> list[int]:
         """Return what this rank tells the others; each number is 0 in the place of every other rank."""
-        if not self.enabled or self._recorded is not None:
+        if not self._measures:
             return []
         self._measure(self._meter.take_steps())
         found = [0] * (_NUMBERS * self._ctx.world_size)
