@@ -17,6 +17,7 @@ from gputrain_tui.lifecycle.recipe_to_run import recipe_text
 from gputrain_tui.output import print_json, print_message
 from gputrain_tui.plan.planner import Plan, devices_text, rank_range, rendezvous_port, shell_commands, with_run_dir
 from gputrain_tui.preflight import PreflightFacts, errors, run_checks
+from gputrain_tui.preflight.checks import gpu_models
 from gputrain_tui.preflight.collect import rendezvous_facts
 from gputrain_tui.recipe.build import load
 from gputrain_tui.recipe.model import Recipe
@@ -44,8 +45,10 @@ def run(args: Namespace) -> int:
     recipe = load(args.recipe, overrides=args.overrides)
     planned = plan_with_inventories(recipe)
     plan = msgspec.structs.replace(planned.plan, finds_port=False)  # all shells must have one number
-    problems = [f"this plan cannot start as it is: {problem}" for problem in _problems(recipe, plan, planned.local)]
-    notes = [*planned.warnings, *recipe.notes, *problems]
+    models = list(gpu_models(recipe, plan, PreflightFacts(inventories=planned.inventories), planned.local))
+    problems = [*_problems(recipe, plan, planned.local), *(result.line for result in errors(models))]
+    notes = [*planned.warnings, *recipe.notes, *(result.text for result in models if result.status == "note")]
+    notes += [f"this plan cannot start as it is: {problem}" for problem in problems]
     if planned.plan.finds_port and plan.launcher != "local":
         notes.append(
             f"these commands meet at port {rendezvous_port(plan)}; if it is in use there, set cluster.port "

@@ -149,6 +149,8 @@ def _conflicts(options: Training, task: BuiltInOptions | None, named: Named) -> 
 def _of_batch_size(options: Training, named: Named) -> Iterator[tuple[str, str]]:
     sizes = options.batch_size
     if sizes != "balanced":
+        if options.shares_from:
+            yield ("shares_from", f"repeats the shares of {named('batch_size')} balanced: give that, or leave it out")
         if options.global_batch_size:
             yield (
                 "global_batch_size",

@@ -112,6 +112,13 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     global_batch_size: Annotated[
         int, _data("batch_size balanced: samples per micro-step of all ranks together; 0: none", ge=0)
     ] = 0
+    shares_from: Annotated[
+        str | None,
+        _data(
+            "batch_size balanced: change the shares as the run in this run directory did, and measure nothing, so that "
+            "its training repeats bit for bit"
+        ),
+    ] = None
     max_tokens: Annotated[
         int,
         _data(

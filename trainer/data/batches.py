@@ -84,6 +84,7 @@ class EpochBatches:
         self.samples = len(dataset)
         """Samples of an epoch."""
         self._shares = Shares(tuple(batch_sizes), rank, drop_last)
+        self._balanced = balanced
         if self.samples == 0:
             raise RequestError("the training data is empty")
         self._lengths = None if lengths is None else _checked_lengths(lengths, self.samples)
@@ -192,8 +193,8 @@ class EpochBatches:
 
     @property
     def smallest(self) -> int:
-        """Fewest samples that any rank reads in one micro-step of an epoch; 1 if batches are made by tokens."""
-        return 1 if self._own_plan.max_tokens else self._shares.smallest(self.samples)
+        """Fewest samples that any rank may read in one micro-step; 1 if batches are made by tokens, or balanced."""
+        return 1 if self._own_plan.max_tokens or self._balanced else self._shares.smallest(self.samples)
 
     def _order(self) -> tuple[Tensor | range, list[int]]:
         """Return the order of this epoch, and the ends of its batches if it was begun with batches by tokens."""

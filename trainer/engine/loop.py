@@ -50,7 +50,7 @@ from trainer.engine.optimizers import LossScaler, Schedule, epochs_end, training
 from trainer.engine.out_of_memory import BatchTrial, raise_out_of_memory
 from trainer.engine.parameter_use import ParameterUse
 from trainer.engine.preparation import build_model, read_data, require_same_on_ranks
-from trainer.engine.share_balance import ShareBalance
+from trainer.engine.share_balance import ShareBalance, measures_steps
 from trainer.engine.training_state import TrainingState
 from trainer.engine.validation import Validator
 from trainer.engine.worker_context import WorkerContext
@@ -100,7 +100,7 @@ class Loop:
             comm_hook=comm_hook,
             wire_ratio=wire_ratio,
             sparse=task.sparse_parameters(self.raw_model),
-            keeps_steps=options.batch_size == "balanced",
+            keeps_steps=measures_steps(options, ctx.world_size),
         )
         trial = BatchTrial(task, self.model, ctx, autocast=self.autocast)
         self._balance = ShareBalance(options, ctx, self.data.train, meter=self.meter, trial=trial)

@@ -118,6 +118,11 @@ def require_batches_for_norms(
                 "the model has a batch norm, which needs batches of at least 2 samples, but --max-tokens may make one "
                 "of 1: give a --batch-size alone"
             ) from None
+        if options.batch_size == "balanced":
+            raise RequestError(
+                "the model has a batch norm, which needs batches of at least 2 samples, but a share of --batch-size "
+                "balanced may be 1: give a --batch-size of one value per rank"
+            ) from None
         if isinstance(options.batch_size, tuple) and min(options.batch_size) == 1:
             raise RequestError("the model has a batch norm, which needs a --batch-size of at least 2") from None
         raise RequestError(

@@ -7,15 +7,19 @@ The times travel with the agreement on stopping and saving, so that every rank d
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 from statistics import median
 from typing import Any
 
+from trainer import distributed
 from trainer.contract.balanced_shares import ComputeTime, shares, slowest_ms
+from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
-from trainer.contract.record import ShareChange, Step
+from trainer.contract.record import RunDir, ShareChange, Step, decode_events
+from trainer.contract.record.regular_file import open_regular
 from trainer.data.batches import EpochBatches, Update
 from trainer.data.loader import MicroBatch
 from trainer.engine import reports
@@ -88,6 +92,11 @@ def next_shares(
     return None if better == tuple(current) else better
 
 
+def measures_steps(options: Training, world_size: int) -> bool:
+    """Return whether the shares are balanced by the times of the steps."""
+    return options.batch_size == "balanced" and world_size > 1 and options.shares_from is None
+
+
 class ShareBalance:
     """One rank's side of the balanced shares; without ``batch_size = "balanced"`` it does nothing."""
 
@@ -95,7 +104,8 @@ class ShareBalance:
         self, options: Training, ctx: WorkerContext, train: Any, *, meter: StepMeter, trial: BatchTrial
     ) -> None:
         self.enabled = options.batch_size == "balanced" and ctx.world_size > 1
-        self.most_updates = WINDOW // 2 if self.enabled else 1 << 30
+        self._measures = measures_steps(options, ctx.world_size)
+        self.most_updates = WINDOW // 2 if self._measures else 1 << 30
         """Most updates between two agreements."""
         self._ctx, self._meter, self._trial = ctx, meter, trial
         self._total = options.global_batch_size
@@ -104,6 +114,8 @@ class ShareBalance:
         assert isinstance(train, EpochBatches), "a stream is refused"
         self._train = train
         self._fit = RankFit()
+        self._recorded = None if options.shares_from is None else self._read(options.shares_from)
+        """Shares by their first step, to be repeated; None measures."""
         self._bounds = [0] * ctx.world_size
         """Agreed bounds by memory; 0: none."""
         self._own_bound = 0
@@ -129,6 +141,8 @@ class ShareBalance:
     def start(self, *, step: int) -> None:
         """Record the first shares, before a step."""
         if self.enabled:
+            if self._recorded is not None:
+                self._train.set_batch_sizes(self._recorded.get(step, self._shares))
             self._begin(step)
             self._write(ShareChange(time=time.time(), step=step, previous=[], shares=self._shares, cause=self._cause))
 
@@ -161,7 +175,7 @@ class ShareBalance:
 
     def numbers(self) -> list[int]:
         """Return what this rank tells the others; each number is 0 in the place of every other rank."""
-        if not self.enabled:
+        if not self._measures:
             return []
         self._measure(self._meter.take_steps())
         found = [0] * (_NUMBERS * self._ctx.world_size)
@@ -187,6 +201,10 @@ class ShareBalance:
 
     def agree(self, numbers: Sequence[int], *, step: int) -> None:
         """Change the shares from ``step`` on, if the numbers of all ranks say so; every rank has the same ones."""
+        if self.enabled and self._recorded is not None:
+            recorded = self._recorded.get(step, self._shares)
+            if recorded != self._shares:
+                self._change_to(recorded, cause="recorded", step=step)
         if not numbers:
             return
         rows = [numbers[at : at + _NUMBERS] for at in range(0, len(numbers), _NUMBERS)]
@@ -259,6 +277,34 @@ class ShareBalance:
             severity="warning",
             advice=f"raise --global-batch-size, or train without rank {slowest}",
         )
+
+    def _read(self, folder: str) -> dict[int, list[int]]:
+        """Return the changes of shares in a run's record by step; every rank gets those that rank 0 reads."""
+
+        def read() -> dict[int, list[int]]:
+            path = RunDir(folder).rank_events(0)
+            try:
+                # By lines: most are steps, perhaps a great many.
+                with os.fdopen(open_regular(path), "rb") as file:
+                    events = decode_events(b"".join(line for line in file if b'"type":"shares"' in line))
+            except OSError as error:
+                raise RequestError(f"--shares-from {folder}: {path} cannot be read: {error.strerror}") from None
+            changes = [event for event in events if isinstance(event, ShareChange)]
+            if not changes:
+                raise RequestError(f"--shares-from {folder}: this run has no balanced shares in its record")
+            found: dict[int, list[int]] = {}
+            for change in changes:
+                if len(change.shares) != self._ctx.world_size or sum(change.shares) != self._total:
+                    raise RequestError(
+                        f"--shares-from {folder}: its shares are {_listed(change.shares)} samples of "
+                        f"{len(change.shares)} ranks, but this run divides {self._total} among {self._ctx.world_size}"
+                    )
+                if change.cause in ("start", "resumed"):  # steps after it were made again
+                    found = {step: each for step, each in found.items() if step < change.step}
+                found[change.step] = change.shares
+            return found
+
+        return distributed.from_master(read)  # type: ignore[no-any-return]
 
     def _write(self, change: ShareChange) -> None:
         if self._ctx.rank == 0:
