@@ -17,6 +17,7 @@ CAUSES = {
     "measured": "by measured speeds",
     "memory": "a rank ran out of memory",
     "resumed": "as before the start",
+    "recorded": "as another run recorded them",
 }
 """Causes of a change in words."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
+import synthetic
 from row_texts import row_text
 from test_diagnosis import SimulatedRun, balanced, late, summaries
 from test_diagnosis_speeds import of_speeds
@@ -17,8 +19,13 @@ from gputrain_tui.console.widgets.rank_facts import facts
 from gputrain_tui.console.widgets.rank_table import GridView, draw_grid
 from gputrain_tui.headless.closing_report import closing_lines, closing_table
 from gputrain_tui.headless.progress import event_line, paint
+from gputrain_tui.history.run_folders import open_run
+from gputrain_tui.history.summary import summarize
+from gputrain_tui.lifecycle.attempt import AttemptResult
+from gputrain_tui.lifecycle.run_status import RunStatusWriter
+from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
-from gputrain_tui.state.share_changes import change_text, shares_text
+from gputrain_tui.state.share_changes import CAUSES, change_text, shares_text
 from trainer.contract.record import ShareChange
 
 
@@ -77,6 +84,30 @@ def test_each_rank_has_its_share_and_its_fit_and_a_change_that_was_measured_coun
     assert [change.step for change in state.shares.changes] == [1, 31]
     assert state.shares.newest is not None
     assert state.shares.newest.measured_ms == 34.2
+
+
+def test_every_cause_has_its_words() -> None:
+    causes = get_args(get_type_hints(ShareChange)["cause"])
+    assert set(CAUSES) == set(causes)
+
+
+def test_the_status_has_the_newest_shares_while_the_run_goes_on_and_at_its_end(tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path, status="running")
+    plan = Plan(world_size=2, init_method=None, backend="gloo", launcher="local", nodes=[])
+    writer = RunStatusWriter(run.dir, plan, now=lambda: synthetic.BEGIN + 60)
+    assert summarize(run, now=synthetic.BEGIN)["shares"] is None
+    state = seen(START)
+    for shares in ([32, 32], [48, 16]):
+        writer.follow(state)
+        found = open_run(run.dir.path)
+        assert found is not None
+        assert summarize(found, now=synthetic.BEGIN)["shares"] == shares
+        state.apply(MEASURED)
+    state.apply(changed(60, [50, 14], previous=[48, 16]))
+    writer.close(AttemptResult(status="finished"), left=[], state=state)
+    found = open_run(run.dir.path)
+    assert found is not None
+    assert summarize(found, now=synthetic.BEGIN)["shares"] == [50, 14]
 
 
 def test_a_progress_view_prints_changes_but_not_the_equal_start() -> None:
