@@ -31,6 +31,7 @@ from trainer.engine.resuming import (
     resume_rng,
     seed_effect,
 )
+from trainer.engine.share_balance import ShareBalance
 from trainer.engine.starting_point import StartingPoint
 from trainer.engine.task_state import TASK_STATE, difference, state_of, without_task_state
 from trainer.engine.validation import Validator
@@ -54,6 +55,7 @@ class TrainingState:
     data: TrainingData
     validation: Validator
     saving: Saving
+    balance: ShareBalance
     updates: int = 0
     """Optimizer steps done."""
     validated_at: int = -1
@@ -74,6 +76,7 @@ class TrainingState:
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "position": self._position(),
+            **({"shares": shares} if (shares := self.balance.state_dict()) else {}),
             "best": self.validation.best.state_dict(),
             "validated_at": self.validated_at,
             "data": {
@@ -175,6 +178,7 @@ class TrainingState:
         self.scaler.load_state_dict(entries.scaler)
         if not fresh_data:
             self.data.train.load_state_dict(state["position"])
+        self.balance.load_state_dict(entries.shares)
         self.schedule.begin_epoch(self.data.train.position.epoch)
         if not fresh_best:
             self.validation.best.load_state_dict(state["best"])

@@ -43,6 +43,7 @@ from trainer.contract.record.events import (
     RunStarted as RunStarted,
     RunStatusName as RunStatusName,
     Sample as Sample,
+    ShareChange as ShareChange,
     Step as Step,
     TrainingPlan as TrainingPlan,
     Unheard as Unheard,

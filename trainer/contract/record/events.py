@@ -117,6 +117,35 @@ class TrainingPlan(Event, kw_only=True, tag="training_plan"):
     """Whether a GPU rounds products of 32-bit floats to TF32; absent on CPUs."""
 
 
+class ShareChange(Event, kw_only=True, tag="shares"):
+    """The ranks divide the global batch in another way from a step on; written by rank 0. Times are of one micro-step.
+
+    It is written again, with ``measured_ms``, once the new shares were measured.
+    """
+
+    step: StepNumber
+    """The first step with the new shares."""
+    previous: list[Count]
+    """Samples per micro-step of each rank before; empty at the start."""
+    shares: list[Count]
+    """Samples per micro-step of each rank from this step on; their sum stays."""
+    cause: Literal["start", "learned", "measured", "memory", "resumed", "recorded"]
+    """``start``: equal shares; ``learned``: by what earlier runs measured on these devices; ``measured``: by the times
+    below; ``memory``: a rank ran out of memory; ``resumed``: those of the checkpoint; ``recorded``: by a record."""
+    fixed_ms: list[FiniteFloat] | None = None
+    """Compute of each rank that does not depend on its share; absent where nothing was measured."""
+    per_sample_ms: list[FiniteFloat] | None = None
+    """Compute of each rank per sample, likewise."""
+    bounds: list[Count] | None = None
+    """Most samples that the memory of each rank holds, 0 if not known; absent while no rank ran out of memory."""
+    slowest_ms: FiniteFloat | None = None
+    """Compute of the slowest rank with the shares before."""
+    expected_ms: FiniteFloat | None = None
+    """Compute of the slowest rank with the new shares, as expected."""
+    measured_ms: FiniteFloat | None = None
+    """Compute of the slowest rank with the new shares, as measured."""
+
+
 class ModelFlops(Event, kw_only=True, tag="model_flops"):
     """Floating-point operations of the model per sample, counted by each rank on its first batches."""
 
@@ -433,7 +462,8 @@ class RunEnded(Event, kw_only=True, tag="run_ended"):
 
 
 AnyEvent = (
-    RunStarted | World | Queued | RankState | Joining | Unheard | TrainingPlan | ModelFlops | Step | Doing | Validation
-    | Checkpoint | NoiseScale | Checksum | CollectiveGroup | Sample | NodeSample | Finding | Failure | RankStacks | Lost
+    RunStarted | World | Queued | RankState | Joining | Unheard | TrainingPlan | ShareChange | ModelFlops | Step | Doing
+    | Validation | Checkpoint | NoiseScale | Checksum | CollectiveGroup | Sample | NodeSample | Finding | Failure
+    | RankStacks | Lost
     | RunEnded
 )  # fmt: skip
