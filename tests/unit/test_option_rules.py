@@ -64,8 +64,28 @@ CONTRADICTIONS: dict[str, Values] = {
     "--broadcast-buffers is of DDP, and --strategy fsdp has none": {"strategy": "fsdp", "broadcast_buffers": True},
     "--bucket-cap-mb is of DDP, and --strategy fsdp has none": {"strategy": "fsdp", "bucket_cap_mb": 5.0},
     "--gradient-as-bucket-view is of DDP, and --strategy fsdp": {"strategy": "fsdp", "gradient_as_bucket_view": False},
-    "--compile is not possible with --strategy fsdp: leave": {"strategy": "fsdp", "compile": True},
+    "--compile is not possible with --strategy fsdp: leave": {"strategy": "fsdp", "compile": "on"},
     "--optimizer muon needs whole matrices, which --strategy fsdp divides": {"strategy": "fsdp", "optimizer": "muon"},
+    "--batch-size is balanced, which needs --global-batch-size, the samples of all ranks together": {
+        "batch_size": "balanced",
+    },
+    "--global-batch-size is what --batch-size balanced divides among the ranks, and that is 16,48: make it": {
+        "batch_size": (16, 48),
+        "global_batch_size": 64,
+    },
+    "--global-batch-size is what --batch-size balanced divides among the ranks, and that is not given: make": {
+        "global_batch_size": 64,
+    },
+    "--batch-size is balanced, so the ranks' shares change, but --fix-batches-to-gpus gives each rank the same": {
+        "batch_size": "balanced",
+        "global_batch_size": 64,
+        "fix_batches_to_gpus": True,
+    },
+    "--batch-size is balanced, so the ranks' shares change, but --max-tokens makes batches of its own: leave": {
+        "batch_size": "balanced",
+        "global_batch_size": 64,
+        "max_tokens": 8,
+    },
     "--ema-start needs --ema-decay, the decay of the average that begins there": {"ema_start": 5},
     "--lr-scheduler is wsd, which needs --decay-updates, the optimizer steps of its decay": {"lr_scheduler": "wsd"},
     "--decay-updates is of --lr-scheduler wsd, and that is fixed: leave one of them out": {"decay_updates": 3},

