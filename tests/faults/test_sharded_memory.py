@@ -51,7 +51,7 @@ def test_ddp_runs_out_of_memory_with_one_line_that_names_the_other_strategy(tmp_
 
 
 def test_two_three_and_four_ranks_under_the_limit_end_where_ddp_without_it_does(divided: Path) -> None:
-    more = ["--resume", "saved", "--max-updates", "8"]
+    more = ["--resume", "saved", "--max-updates", "5"]
     code, text = train(divided, "ddp", 2, *more, "--save-dir", "ddp", limit_mib=0)
     assert code == ExitCode.FINISHED, text
     expected = load(max((divided / "ddp").glob("step_*")))
@@ -62,4 +62,4 @@ def test_two_three_and_four_ranks_under_the_limit_end_where_ddp_without_it_does(
         assert saved["position"] == expected["position"]  # each sample once
         assert saved["updates"] == expected["updates"]
         for name, weight in expected["model"].items():
-            torch.testing.assert_close(saved["model"][name], weight, rtol=0, atol=2e-5)
+            torch.testing.assert_close(saved["model"][name], weight, rtol=0, atol=1e-6)
