@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rank_group import Gang
 from torch import Tensor, nn
 
-from trainer.contract.record import CollectiveGroup, Finding, Step, decode_events
+from trainer.contract.record import CollectiveGroup, Finding, RunDir, Step, decode_events
 from trainer.telemetry import instrument
 
 WORLD = 2
@@ -236,6 +236,29 @@ def test_collectives_are_on_record_by_group_and_the_script_sees_no_difference(
         assert all((event.sync_exposed_ms is not None) == bool(SCRIPTS[extra]) for event in steps)
         named = {event.name: event.ranks for event in _events(tmp_path, rank) if isinstance(event, CollectiveGroup)}
         assert named == {name: [0, 1] for name in SCRIPTS[extra]}
+
+
+def _run_watched(rank: int, world_size: int, folder: str, extra: Extra) -> None:
+    from trainer.watch import watch
+
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer, environ={"GPUTRAIN_RUN_DIR": folder}) as watched:
+        for step in range(STEPS):
+            loss = model(torch.full((2, 4), step + 1.0)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            extra(rank, step)
+            watched.report(loss=loss)
+            optimizer.step()
+    extra(rank, STEPS)
+
+
+@pytest.mark.parametrize("extra", [every_operation, functional])
+def test_watch_follows_the_collectives_alike(gang: Gang, tmp_path: Path, extra: Extra) -> None:
+    gang.run(_run_watched, str(tmp_path), extra)
+    for rank in range(WORLD):
+        assert _groups(RunDir(tmp_path).rank_events(rank).parent, rank) == SCRIPTS[extra]
 
 
 def timed(rank: int, step: int) -> Any:
