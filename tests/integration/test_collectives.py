@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ def gang() -> Iterator[Gang]:
     gang.close()
 
 
-def _run(rank: int, world_size: int, folder: str | None, extra: Extra) -> list[Any]:
+def _run(rank: int, world_size: int, folder: str | None, extra: Extra, steps: int = STEPS) -> list[Any]:
     """Train with own collectives, measured into a folder or not; return all that the script sees."""
     torch.manual_seed(rank)
     if folder is not None:
@@ -40,7 +41,7 @@ def _run(rank: int, world_size: int, folder: str | None, extra: Extra) -> list[A
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[Any] = []
     try:
-        for step in range(STEPS):
+        for step in range(steps):
             loss = model(torch.full((2, 4), step + rank + 1.0)).square().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -277,16 +278,16 @@ def timed(rank: int, step: int) -> Any:
 
 
 def test_waits_are_those_of_a_timer_around_them_and_the_late_rank_has_its_own_time(gang: Gang, tmp_path: Path) -> None:
-    waited_ms = gang.run(_run, str(tmp_path), timed)[0][:STEPS]
+    steps = 11
+    waited_ms = gang.run(_run, str(tmp_path), timed, steps)[0][:steps]
     exposed_ms = [
         ms
         for event in _events(tmp_path, 0)
         if isinstance(event, Step)
         for ms in event.sync_exposed_ms_each or [event.sync_exposed_ms]
     ]
-    # Of most steps: between the two clocks the thread may lose its core.
-    errors = sorted(abs(ours - theirs) / theirs for ours, theirs in zip(exposed_ms, waited_ms, strict=True))
-    assert errors[STEPS // 2 - 1] < 0.1
+    # The median of the steps: between readings of the two clocks the thread may lose its core, in any of them.
+    assert median(abs(ours - theirs) / theirs for ours, theirs in zip(exposed_ms, waited_ms, strict=True)) < 0.1
     own_ms = [
         sum(
             event.steps * (event.step_ms - event.sync_exposed_ms)
@@ -295,7 +296,7 @@ def test_waits_are_those_of_a_timer_around_them_and_the_late_rank_has_its_own_ti
         )
         for rank in range(WORLD)
     ]
-    assert own_ms[1] > own_ms[0] + STEPS * 30.0, "who waits is not who is late"
+    assert own_ms[1] > own_ms[0] + steps * 30.0, "who waits is not who is late"
 
 
 def _run_another_torch(rank: int, world_size: int, folder: str) -> list[Any]:
