@@ -124,7 +124,17 @@ class Timeline:
             self._last_row = max(steps.ranges[0].first for steps in self._rank_steps) - 1
         sets, indices = state.synchronised(), {rank: index for index, rank in enumerate(ranks)}
         self._synchronised = [[indices[rank] for rank in sorted(of)] for of in sets] if len(sets) > 1 else ()
+        self._start_at_newest_shares(state)
         self._add_rows()
+
+    def _start_at_newest_shares(self, state: RunState) -> None:
+        """Forget the rows before the newest change of the ranks' shares: their work was another one."""
+        change = state.shares.newest
+        if change is not None and change.step - 1 > self._last_warm_up:
+            self._last_warm_up = change.step - 1
+            kept = [row for row in self.rows if row.step >= change.step]
+            self.rows.clear()
+            self.rows.extend(kept)
 
     def last(self, count: int) -> list[StepRow]:
         return list(islice(self.rows, max(len(self.rows) - count, 0), None))

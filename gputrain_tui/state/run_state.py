@@ -13,6 +13,7 @@ from gputrain_tui.state.figures import RunFigures, run_figures
 from gputrain_tui.state.finding_text import loss_is_nan, named_ranks
 from gputrain_tui.state.rank_state import RankView, rank_outcome
 from gputrain_tui.state.record_gaps import RECORD_ADVICE
+from gputrain_tui.state.share_changes import ShareChanges
 from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness, synchronised
 from gputrain_tui.state.world import divided, is_of_former, still_standing
 from trainer.contract import record
@@ -64,10 +65,12 @@ class RunState:
         self.unmeasured = ""
         """Why no step of a script was measured; empty where that is not known."""
         self.desync = DesyncState()
+        self.shares = ShareChanges()
         self.nodes: dict[int, record.NodeSample] = {}
         self.sample: record.Sample | None = None
-        self.silence_changed_at = 0.0
-        """Time of the newest ``host_silent`` finding, raised or cleared, Unix seconds."""
+        self.noise_scale: record.NoiseScale | None = None
+        self.silence_ended_at = 0.0
+        """When a silent host answered again last, Unix seconds."""
         self.longest_stay_s: dict[str, float] = {}
         """By stage, the longest completed stay of any rank; recorded where the run keeps a history."""
         self.stacks: dict[int, record.RankStacks] = {}
@@ -85,7 +88,9 @@ class RunState:
             record.World: self._world,
             record.RankState: self._rank_state,
             record.Joining: partial(setattr, self, "joining"),
+            record.Unheard: lambda event: setattr(self.rank(event.rank), "unheard", frozenset(event.ranks)),
             record.TrainingPlan: self._training_plan,
+            record.ShareChange: lambda event: self.shares.add(event, self.ranks),
             record.ModelFlops: self._count_flops,
             record.Step: self._step,
             DownsampledBlock: self._step,
@@ -95,6 +100,7 @@ class RunState:
             record.Checksum: lambda event: self.desync.add(event, self.world_size),
             record.CollectiveGroup: self._collective_group,
             record.Sample: partial(setattr, self, "sample"),
+            record.NoiseScale: partial(setattr, self, "noise_scale"),
             record.NodeSample: self._node_sample,
             record.Finding: self._finding,
             record.Failure: self._failure,
@@ -349,6 +355,7 @@ class RunState:
             begun = view.pid is not None and view.state not in (None, "spawned")
             if (begun or view.state in ("finished", "failed")) and view.pid == event.pid:
                 return  # the node agent's file may be read later than the rank's
+            view.unheard = None
             if view.last is not None:
                 view.restart()
                 self.desync.drop_rank(view.rank)
@@ -384,8 +391,8 @@ class RunState:
         if event.kind == RESTARTED:  # the failure before is no longer that of the run
             self._attempt_began = event.time
             self._attribute()
-        if event.kind == "host_silent":
-            self.silence_changed_at = event.time
+        if event.kind == "host_silent" and event.state == "cleared":
+            self.silence_ended_at = event.time
         if event.kind == "not_measured" and event.cause == "no_steps":
             self.unmeasured = event.message if event.state == "raised" else ""
         if event.state == "raised":

@@ -161,7 +161,7 @@ def test_an_odd_script_is_measured_to_its_last_step_unless_disabled(
             "import torch\nweight = torch.ones(1, requires_grad=True)\noptimizer = torch.optim.SGD([weight])\n"
             "weight.grad, = torch.autograd.grad(2 * weight, weight)\noptimizer.step()",
             "gputrain: no call of backward() was seen, so nothing of this training is measured; seen is "
-            "loss.backward() outside of torch.compile\n",
+            "loss.backward() outside of torch.compile and CUDA graphs\n",
         ),
         (
             "import pathlib\npathlib.Path('own/torch.py').write_text('')\nimport torch",
