@@ -143,7 +143,10 @@ class Watched:
                 optimizer.register_step_post_hook(self._after_step),
             ]
             self._set_state("training")
-            self._tracker.start()
+            collectives, tracker = instrument.collective_meter(), self._tracker
+            if not collectives.on:  # else another ``watch`` follows them
+                tracker.meter.follow_collectives(collectives, lambda: tracker.open_phase == "backward")
+            tracker.start()
         return self
 
     def __exit__(

@@ -14,6 +14,10 @@ POINT_TO_POINT = frozenset({"send", "recv", "send_object_list", "recv_object_lis
 """Operations between two ranks: who waits least is not the last of its group to arrive."""
 
 
+CALLS_SPAN = 1000
+"""Steps for which the single calls of a slow one are shown."""
+
+
 @dataclass(frozen=True)
 class ProcessGroup:
     """A process group; equal for all of its ranks."""
@@ -43,8 +47,10 @@ class RankGroups:
     """Step events that are kept."""
     by_name: dict[str, ProcessGroup] = field(default_factory=dict)
     recent: deque[Step] = field(init=False)
-    detailed: Step | None = None
-    """The newest step event with single calls."""
+    detailed: deque[Step] = field(default_factory=lambda: deque(maxlen=4))
+    """The newest step events with single calls."""
+    slowest: Step | None = None
+    """The one with the longest step among those of the last ``CALLS_SPAN`` steps."""
 
     def __post_init__(self) -> None:
         self.recent = deque(maxlen=self.window)
@@ -57,13 +63,17 @@ class RankGroups:
     def note(self, event: Step) -> None:
         self.recent.append(event)
         if event.calls:
-            self.detailed = event
+            self.detailed.append(event)
+            before = self.slowest
+            if before is None or event.step - before.step > CALLS_SPAN or _step_ms(event) >= _step_ms(before):
+                self.slowest = event
 
     def clear(self) -> None:
         """Forget all of them: the rank has been started anew."""
         self.by_name.clear()
         self.recent.clear()
-        self.detailed = None
+        self.detailed.clear()
+        self.slowest = None
 
     def group(self, name: str) -> ProcessGroup:
         """Return the group of a name; one whose ranks are not known where the record lacks it."""
@@ -108,11 +118,15 @@ def least_transfer_ms(waits: Sequence[Mapping[ProcessGroup, float]]) -> float:
 def least_transfer_of_calls_ms(ranks: Mapping[int, RankGroups]) -> float | None:
     """Return ``least_transfer_ms`` of single calls, in each of which another rank may be last; None if not known.
 
-    Known if all ranks have the same detailed step and, in each group, have made the same calls in it.
+    Known if all ranks have recorded those of the same step and, in each group, have made the same calls in it.
     """
-    steps = {rank: groups.detailed for rank, groups in ranks.items() if groups.detailed is not None}
-    if len(steps) < len(ranks) or len({step.step for step in steps.values()}) != 1:
+    of_ranks_steps = [{step.step for step in groups.detailed} for groups in ranks.values()]
+    common = set.intersection(*of_ranks_steps) if of_ranks_steps else None
+    if not common:
         return None
+    # The others may be recorded for being slow.
+    first = min((each for each in next(iter(ranks.values())).detailed if each.step in common), key=_step_ms)
+    steps = {rank: next(each for each in of.detailed if each.step == first.step) for rank, of in ranks.items()}
     calls: dict[ProcessGroup, dict[int, list[CollectiveCall]]] = {}
     for rank, step in steps.items():
         recorded = step.calls or []
@@ -131,6 +145,10 @@ def least_transfer_of_calls_ms(ranks: Mapping[int, RankGroups]) -> float | None:
                 return None
             bare[group] += min(call.exposed_ms for call in same)
     return min(sum(bare[group] for group, of in calls.items() if rank in of) for rank in ranks)
+
+
+def _step_ms(event: Step) -> float:
+    return event.step_ms or 0.0
 
 
 def _distinct(groups: Iterable[ProcessGroup]) -> Iterator[ProcessGroup]:

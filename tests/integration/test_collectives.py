@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from rank_group import Gang
 from torch import Tensor, nn
 
-from trainer.contract.record import CollectiveGroup, Finding, Step, decode_events
+from trainer.contract.record import CollectiveGroup, Finding, RunDir, Step, decode_events
 from trainer.telemetry import instrument
 
 WORLD = 2
@@ -31,7 +32,7 @@ def gang() -> Iterator[Gang]:
     gang.close()
 
 
-def _run(rank: int, world_size: int, folder: str | None, extra: Extra) -> list[Any]:
+def _run(rank: int, world_size: int, folder: str | None, extra: Extra, steps: int = STEPS) -> list[Any]:
     """Train with own collectives, measured into a folder or not; return all that the script sees."""
     torch.manual_seed(rank)
     if folder is not None:
@@ -40,7 +41,7 @@ def _run(rank: int, world_size: int, folder: str | None, extra: Extra) -> list[A
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: list[Any] = []
     try:
-        for step in range(STEPS):
+        for step in range(steps):
             loss = model(torch.full((2, 4), step + rank + 1.0)).square().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -238,6 +239,29 @@ def test_collectives_are_on_record_by_group_and_the_script_sees_no_difference(
         assert named == {name: [0, 1] for name in SCRIPTS[extra]}
 
 
+def _run_watched(rank: int, world_size: int, folder: str, extra: Extra) -> None:
+    from trainer.watch import watch
+
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watch(model, optimizer, environ={"GPUTRAIN_RUN_DIR": folder}) as watched:
+        for step in range(STEPS):
+            loss = model(torch.full((2, 4), step + 1.0)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            extra(rank, step)
+            watched.report(loss=loss)
+            optimizer.step()
+    extra(rank, STEPS)
+
+
+@pytest.mark.parametrize("extra", [every_operation, functional])
+def test_watch_follows_the_collectives_alike(gang: Gang, tmp_path: Path, extra: Extra) -> None:
+    gang.run(_run_watched, str(tmp_path), extra)
+    for rank in range(WORLD):
+        assert _groups(RunDir(tmp_path).rank_events(rank).parent, rank) == SCRIPTS[extra]
+
+
 def timed(rank: int, step: int) -> Any:
     """The second rank comes 40 ms later; the times of waiting, measured by the script."""
     if rank == 1:
@@ -254,16 +278,16 @@ def timed(rank: int, step: int) -> Any:
 
 
 def test_waits_are_those_of_a_timer_around_them_and_the_late_rank_has_its_own_time(gang: Gang, tmp_path: Path) -> None:
-    waited_ms = gang.run(_run, str(tmp_path), timed)[0][:STEPS]
+    steps = 11
+    waited_ms = gang.run(_run, str(tmp_path), timed, steps)[0][:steps]
     exposed_ms = [
         ms
         for event in _events(tmp_path, 0)
         if isinstance(event, Step)
         for ms in event.sync_exposed_ms_each or [event.sync_exposed_ms]
     ]
-    # Of most steps: between the two clocks the thread may lose its core.
-    errors = sorted(abs(ours - theirs) / theirs for ours, theirs in zip(exposed_ms, waited_ms, strict=True))
-    assert errors[STEPS // 2 - 1] < 0.1
+    # The median of the steps: between readings of the two clocks the thread may lose its core, in any of them.
+    assert median(abs(ours - theirs) / theirs for ours, theirs in zip(exposed_ms, waited_ms, strict=True)) < 0.1
     own_ms = [
         sum(
             event.steps * (event.step_ms - event.sync_exposed_ms)
@@ -272,7 +296,7 @@ def test_waits_are_those_of_a_timer_around_them_and_the_late_rank_has_its_own_ti
         )
         for rank in range(WORLD)
     ]
-    assert own_ms[1] > own_ms[0] + STEPS * 30.0, "who waits is not who is late"
+    assert own_ms[1] > own_ms[0] + steps * 30.0, "who waits is not who is late"
 
 
 def _run_another_torch(rank: int, world_size: int, folder: str) -> list[Any]:

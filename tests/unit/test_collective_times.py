@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from trainer.contract.record import EventWriter, Step, decode_events
 from trainer.contract.record.collective_groups import CollectiveCall, GroupSync
 from trainer.telemetry.clocks import HostClock
 from trainer.telemetry.collectives.collective_meter import bytes_of
@@ -15,6 +17,7 @@ from trainer.telemetry.collectives.group_names import NamedGroup, name_of
 from trainer.telemetry.collectives.readings import Call, StepCollectives
 from trainer.telemetry.ddp_log import SyncTimes
 from trainer.telemetry.step_events import Phase, StepReading, merge, step_event
+from trainer.telemetry.step_recorder import StepRecorder
 
 GROUPS = [NamedGroup("dp", [0, 2]), NamedGroup("tp", [0, 1])]
 PHASES: list[Phase] = ["forward", "backward", "optimizer"]
@@ -75,6 +78,27 @@ def test_waits_leave_their_phases_and_are_the_synchronisation() -> None:
         ),
     ]  # fmt: skip
     assert event.calls is None
+
+
+def test_the_calls_of_a_slow_step_are_recorded_alone_and_at_most_once_a_second(tmp_path: Path) -> None:
+    writer = EventWriter(tmp_path / "0.ndjson", rank=0)
+    recorder = StepRecorder(HostClock(), writer, rank=0)
+    now_s = 0.0
+    for factor in [1] * 40 + [2, 2] + [1] * 60 + [2]:
+        now_s += 0.045 * factor
+        marks = [at(ms * factor) for ms in BOUNDS_MS]
+        recorder.add(
+            StepReading(
+                now_s, round(now_s / 0.045), 1, 8, None, None, 0.0, marks, PHASES, lambda: (None, None, None, 1.0),
+                None, (), True, None, step_of((0, "all_gather", 1, [(1, 5)], True)),
+            )
+        )  # fmt: skip
+    recorder.process()
+    recorder.flush()
+    writer.close()
+    steps = [event for event in decode_events((tmp_path / "0.ndjson").read_bytes()) if isinstance(event, Step)]
+    slow = [(event.step, event.steps, event.step_ms, len(event.calls)) for event in steps if event.calls]
+    assert slow == [(42, 1, 90.0, 1), (106, 1, 90.0, 1)]
 
 
 def test_what_overlaps_is_under_way_once() -> None:

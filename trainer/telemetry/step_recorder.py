@@ -9,6 +9,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from statistics import median
 
 from trainer.contract.record import CollectiveGroup, EventWriter, Step
 from trainer.telemetry.clocks import Clock
@@ -55,6 +56,10 @@ class StepRecorder:
         """Whether a synchronisation was measured: in the first steps it is not."""
         self._last_written_s = -math.inf
         """End of the last step that is written, in Unix seconds."""
+        self._last_ms: deque[float] = deque(maxlen=32)
+        """Durations of the last steps with collectives."""
+        self._slow_s = -math.inf
+        """End of the last slow step whose calls are written, in Unix seconds."""
         self._kept: deque[Step] = deque(maxlen=1000)  # a script may ask for its shares once only
         self.keeps = keeps
         """Whether the steps are kept for ``take_kept``."""
@@ -109,6 +114,10 @@ class StepRecorder:
 
     def _record(self, reading: StepReading) -> None:
         clock = self._clock
+        is_slow = self._is_slow(reading)
+        if is_slow and reading.collectives is not None:
+            reading.collectives.detailed = True
+            self._flush()
         sync = synchronisation(reading, clock, self._layout)
         if reading.syncs and sync is not None:
             self._layout = tuple(sync.bucket_bytes or ())
@@ -131,8 +140,21 @@ class StepRecorder:
         if self.keeps:
             self._kept.append(event)
         # The first step is written at once; and a clock that was set back must not delay events.
-        if not 0.0 <= event.time - self._last_written_s < MERGE_INTERVAL_S:
+        if is_slow or not 0.0 <= event.time - self._last_written_s < MERGE_INTERVAL_S:
             self._flush()
+
+    def _is_slow(self, reading: StepReading) -> bool:
+        """Return whether a step took so much longer than those before that its single calls are recorded, too."""
+        if reading.collectives is None or "excluded" in reading.phases:
+            return False
+        slow_ratio, interval_s = 1.5, 1.0  # to the median; between two such steps, since a call takes 60 bytes
+        step_ms, known = self._clock.elapsed_ms(reading.marks[0], reading.marks[-1]), self._last_ms
+        is_slow = len(known) == known.maxlen and step_ms > slow_ratio * median(known)
+        known.append(step_ms)
+        if not is_slow or 0.0 <= reading.time - self._slow_s < interval_s:
+            return False
+        self._slow_s = reading.time
+        return True
 
     def _write_groups(self, groups: Sequence[NamedGroup], time: float) -> None:
         """Write the process groups that are new, before a step that has collectives of them."""

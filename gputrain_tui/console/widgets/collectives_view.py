@@ -14,7 +14,9 @@ from gputrain_tui.console.widgets.panel import ScrolledText
 from gputrain_tui.headless.number_text import percent
 from gputrain_tui.state import RankView
 from gputrain_tui.state.figures import group_figures
+from gputrain_tui.state.process_groups import CALLS_SPAN
 from gputrain_tui.tables import printable, size
+from trainer.contract.record import Step
 
 if TYPE_CHECKING:
     from gputrain_tui.console.live import LiveRun
@@ -26,7 +28,7 @@ NUMBER_CELLS = 10
 
 
 def collective_rows(view: RankView) -> Iterator[Row]:
-    """Yield the table of a rank's groups, and below it the single calls of its newest detailed step."""
+    """Yield the table of a rank's groups, and below it single calls: of its slowest step and of the newest one."""
     figures = group_figures(view)
     if not figures:
         return
@@ -43,14 +45,20 @@ def collective_rows(view: RankView) -> Iterator[Row]:
             (_numbers(*figures_of), "bright"),
             (f"  {printable(operations)}", "dim"),
         ]
-    step = view.groups.detailed
-    if step is None or not step.calls:
+    if not view.groups.detailed:
         return
+    newest, slowest = view.groups.detailed[-1], view.groups.slowest
+    if slowest is not None and slowest is not newest:
+        yield from _call_rows(slowest, f", the slowest recorded of the last {CALLS_SPAN:,}")
+    yield from _call_rows(newest, "")
+
+
+def _call_rows(step: Step, what: str) -> Iterator[Row]:
     yield []
     at = f"step {step.step:,}" if step.steps == 1 else f"a step up to {step.step:,}"
-    yield [(f" calls of {at}", "title")]
+    yield [(f" calls of {at}", "title"), (f" {format_value(step.step_ms)} ms{what}", "dim")]
     yield [(_numbers("at ms", "took ms", "wait ms", "bytes"), "dim")]
-    for call in step.calls:
+    for call in step.calls or ():
         times = map(format_value, (call.start_ms, call.total_ms, call.exposed_ms))
         yield [
             (_numbers(*times, size(call.bytes)), "bright"),

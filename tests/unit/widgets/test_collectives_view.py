@@ -11,8 +11,8 @@ from trainer.contract.record import CollectiveCall, CollectiveGroup, GroupSync, 
 def step(number: int, *groups: GroupSync, **values: object) -> Step:
     waits = sum(each.exposed_ms or 0.0 for each in groups)
     return Step(
-        time=float(number), rank=0, step=number, epoch=1, steps=1, samples=8, step_ms=100.0,
-        groups=list(groups) or None, **{"sync_exposed_ms": waits, **values},
+        time=float(number), rank=0, step=number, epoch=1, steps=1, samples=8,
+        groups=list(groups) or None, **{"step_ms": 100.0, "sync_exposed_ms": waits, **values},
     )  # fmt: skip
 
 
@@ -57,8 +57,24 @@ def test_the_table_has_a_line_for_each_group_and_each_call() -> None:
         " tp        0, 1               4.000     4 KiB     30.00     30.0%  all_reduce 4",
         " dp_shard  8 ranks            1.000      10 B         –         –  all_gather 1",
         "",
-        " calls of step 32",
+        " calls of step 32 100.0 ms",
         "     at ms   took ms   wait ms     bytes",
         "     3.000     8.000     7.500     1 KiB  all_reduce of tp",
     ]
     assert max(map(len, lines)) <= 80
+
+
+def test_the_calls_of_a_slow_step_stay_in_view_for_a_thousand_steps() -> None:
+    state = RunState(world_size=2)
+    calls = [CollectiveCall("tp", "all_reduce", 1024, 3.0, 8.0, 7.5)]
+
+    def titles() -> list[str]:
+        rows = collective_rows(state.ranks[0])
+        return [text for row in rows for text, role in row if role == "title" or "slowest" in text]
+
+    for number in (32, 40, 64, 96, 128, 160, 192):
+        state.apply(step(number, tp(30.0), calls=calls, step_ms=310.0 if number == 40 else 100.0))
+    slowest = " 310.0 ms, the slowest recorded of the last 1,000"
+    assert titles() == [" calls of step 40", slowest, " calls of step 192"]
+    state.apply(step(1041, tp(30.0), calls=calls))
+    assert titles() == [" calls of step 1,041"]

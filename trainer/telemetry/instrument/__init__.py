@@ -25,6 +25,7 @@ from trainer.telemetry.instrument import started_process
 from trainer.telemetry.instrument.started_process import after_import
 
 if TYPE_CHECKING:
+    from trainer.telemetry.collectives.collective_meter import CollectiveMeter
     from trainer.telemetry.instrument.recording import Recording
 
 EXIT_S = 1.0
@@ -32,6 +33,8 @@ EXIT_S = 1.0
 
 _recording: Recording | None = None
 """Recording of this process; None before the script has imported torch."""
+_watched: CollectiveMeter | None = None
+"""Meter of a process without a recording."""
 
 
 def run_script(assignment: RankAssignment) -> int:
@@ -108,6 +111,21 @@ def hand_over() -> int:
         return 0
     _recording.close(handed_over=True)
     return _recording.steps
+
+
+def collective_meter() -> CollectiveMeter:
+    """Return the meter of this process's collectives for ``trainer.watch``, which may run without this measurement."""
+    global _watched
+    if _recording is not None:
+        return _recording.collectives
+    if _watched is None:
+        from trainer.telemetry.collectives import interception
+        from trainer.telemetry.collectives.collective_meter import CollectiveMeter
+
+        meter = _watched = CollectiveMeter()
+        interception.wrap_calls(meter)
+        after_import(interception.FUNCTIONAL_MODULE, lambda: interception.wrap_functional(meter))
+    return _watched
 
 
 def _finish_before_exit() -> None:
