@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from gputrain_tui.state.rank_state import RankView
 from gputrain_tui.state.step_losses import mean_loss
 from gputrain_tui.state.totals import Phase, Totals
-from trainer.contract.record import GroupSync, Step
+from trainer.contract.record import GroupSync, NoiseScale, Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,3 +191,16 @@ def _utilization(ranks: Sequence[tuple[RankView, float | None]]) -> float | None
         uuid = (view.device or "").partition(" ")[2]
         peaks[uuid if uuid.startswith("GPU-") else f"rank {view.rank}"] = flops.peak_flops_per_s
     return used / sum(peaks.values()) if peaks else None
+
+
+def noise_text(scale: NoiseScale | None) -> str:
+    """Return the gradient noise scale and its meaning for the batch size; empty where it is not known.
+
+    At a batch of the noise scale a training takes twice the fewest steps and twice the fewest samples (McCandlish et
+    al. 2018, section 2.2).
+    """
+    if scale is None or scale.samples is None:
+        return ""
+    samples = float(f"{scale.samples:.2g}")  # more digits would be noise
+    advice = "still helps" if scale.batch < samples else "saves few steps"
+    return f"{samples:,.0f} samples: a larger batch than {scale.batch:,} {advice}"

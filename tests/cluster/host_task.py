@@ -23,6 +23,8 @@ class HostOptions(TinyOptions):
     slow: str = ""
     """What once takes ``slow_s``: a ``validation`` or, the third time, a ``checkpoint``."""
     slow_s: float = 75.0
+    asleep: int = -1
+    """Rank that falls asleep after 20 steps, once in a run."""
 
 
 class HostTask(TinyTask):
@@ -39,13 +41,21 @@ class HostTask(TinyTask):
             self.begun += 1
             while self.begun > self.options.gate_after and not Path(self.options.gate).exists():
                 time.sleep(0.01)
-        if not model.training:
+        if not model.training and self.begun > 10:  # the loss is checked before the first step
             self._be_slow("validation", 1)
+        elif model.training and self.begun == 20 and get_rank() == self.options.asleep:
+            self._fall_asleep()
         return super().loss(model, batch)
 
     def state_dict(self) -> Mapping[str, Any]:
         self._be_slow("checkpoint", 3)
         return super().state_dict()
+
+    def _fall_asleep(self) -> None:
+        slept = Path(os.environ["GPUTRAIN_RUN"], "slept")
+        if not slept.exists():
+            slept.touch()
+            time.sleep(3600)
 
     def _be_slow(self, what: str, turn: int) -> None:
         if self.options.slow == what:

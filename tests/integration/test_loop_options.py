@@ -120,7 +120,7 @@ def test_powersgd_without_numpy_is_refused_in_one_line() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for the CPU needs a C++ compiler")
 def test_two_ranks_train_a_compiled_model_and_agree(two_ranks: Gang, tmp_path: Path) -> None:
-    agree(two_ranks.run(train, {"compile": True}, str(tmp_path)))
+    agree(two_ranks.run(train, {"compile": "on"}, str(tmp_path)))
 
 
 def agree(results: list[dict[str, Any]], *, moved: float = 0.05) -> None:

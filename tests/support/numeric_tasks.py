@@ -302,3 +302,30 @@ class NanValidation(Task):
                 else:
                     total = total * factor
         return total, len(inputs), {"accuracy": accuracy}
+
+
+NOISE_SAMPLES = 4096
+
+
+def noisy_gradients() -> Tensor:
+    """Return the gradient of each sample of ``KnownNoise``, ``[NOISE_SAMPLES, 6]``."""
+    generator = torch.Generator().manual_seed(4)
+    spread = torch.tensor([1.0, 2.0, 0.5, 1.5, 1.0, 3.0], dtype=torch.float64)
+    return 0.4 + spread * torch.randn(NOISE_SAMPLES, 6, generator=generator, dtype=torch.float64)
+
+
+class KnownNoise(Task):
+    """Task whose gradients are those of ``noisy_gradients``, whatever the parameters are."""
+
+    count_per_sample = 1
+    check_loss = False
+
+    def datasets(self) -> Mapping[str, Any]:
+        return {"train": TensorDataset(noisy_gradients())}
+
+    def model(self) -> nn.Module:
+        return nn.Linear(6, 1, bias=False).double()
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        (inputs,) = batch
+        return model(inputs).sum(), len(inputs), {}

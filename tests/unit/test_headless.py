@@ -32,6 +32,7 @@ from trainer.contract.record import (
     Finding,
     Joining,
     ModelFlops,
+    NoiseScale,
     RankState,
     RankStateName,
     RunEnded,
@@ -223,6 +224,21 @@ def test_a_script_without_measured_steps_is_not_said_to_have_done_none(seen: boo
         assert plain_line(state, now=3.0).startswith("2 ranks started, no optimizer's step was seen")
     state.apply(RunEnded(time=4.0, status="finished", exit_code=0))
     assert paint(status_line(state), colour=False).endswith(f"; {message if seen else 'no step was measured'}")
+
+
+@pytest.mark.parametrize(
+    ("scale", "batch", "line"),
+    [
+        (3241.7, 512, "noise      the noise scale is 3,200 samples: a larger batch than 512 still helps"),
+        (96.4, 2048, "noise      the noise scale is 96 samples: a larger batch than 2,048 saves few steps"),
+    ],
+)
+def test_the_noise_scale_is_told_with_its_meaning_for_the_batch(scale: float, batch: int, line: str) -> None:
+    state = trained()
+    assert not any("noise" in each for each in plain(closing_lines(state, 80)).splitlines())
+    for samples in (None, scale):
+        state.apply(NoiseScale(time=1.0, step=40, batch=batch, gradient_sq=-0.5, noise_sq=2.0, samples=samples))
+    assert line in plain(closing_lines(state, 80)).splitlines()
 
 
 def test_before_the_first_step_a_compilation_has_its_name() -> None:

@@ -171,6 +171,24 @@ def test_phases_add_up_within_a_step() -> None:
     assert (event.forward_ms, event.backward_ms, event.data_ms, event.step_ms) == (5.0, 8.0, 7.0, 20.5)
 
 
+def test_a_compilation_is_in_no_duration_of_its_step_and_in_the_total_of_merged_ones() -> None:
+    event = _event(
+        _reading(
+            1,
+            phases=["data", "excluded", "forward", "backward"],
+            marks=[(s, 0.0) for s in (0.0, 0.001, 30.001, 32.006, 33.013, 33.014)],
+            compiled_ns=[5e9, 5e9, 34e9, 36e9, 37e9, 37e9],
+            gc_ms=400.0,
+        )
+    )
+    assert (event.data_ms, event.forward_ms, event.backward_ms) == (1.0, 5.0, 7.0)
+    assert (event.compile_ms, event.step_ms, event.other_ms) == (32_000.0, 14.0, 1.0)
+    assert (event.gc_ms, event.core_wait_ms) == (None, None), "most of these are of the compilation"
+    later = _step(2, step_ms=16.0, compile_ms=500.0)
+    assert merge([event, later, _step(3, step_ms=15.0)]).compile_ms == 32_500.0
+    assert merge([_step(3, step_ms=15.0), _step(4, step_ms=15.0)]).compile_ms is None
+
+
 def test_the_exposed_synchronisation_is_taken_out_of_the_backward_pass_where_it_is_known() -> None:
     reading = _reading(1, phases=["backward"], marks=[(0.0, 0.0), (0.01, 0.0), (0.01, 0.0)])
     sync = SyncTimes(sync_ms=5.0, exposed_ms=4.0, bucket_bytes=(6, 2), stable=True, bucket_ms=(1.0, 2.0))
@@ -575,11 +593,30 @@ def test_numbers_are_fetched_from_a_device_without_a_host_wait() -> None:
     assert [numbers() for numbers in fetched] == [[1.5, None, 2.5, 0.5], [2.5, None, 2.5, 0.5]]
 
 
-def test_marks_lie_on_the_models_device_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    queried: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "current_stream", queried.append)
-    CudaClock(torch.device("cuda", 1), FakeDevice().event).mark()
-    assert queried == [torch.device("cuda", 1)]
+@pytest.mark.parametrize("has_handles", [True, False], ids=["handles", "an old torch"])
+def test_marks_lie_on_the_current_stream_of_the_models_device(
+    monkeypatch: pytest.MonkeyPatch, *, has_handles: bool
+) -> None:
+    device = torch.device("cuda", 1)
+    current = ["first"]
+    recorded: list[object] = []
+
+    class Recorded(FakeCudaEvent):
+        def record(self, stream: object) -> None:
+            recorded.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda where: (where, current[0]))
+    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
+    if has_handles:
+        handles = {(1, "first"): 7, (1, "second"): 8}
+        monkeypatch.setattr(
+            torch._C, "_cuda_getCurrentRawStream", lambda index: handles[index, current[0]], raising=False
+        )
+    clock = CudaClock(device, lambda: Recorded(FakeDevice()))
+    for name in ("first", "first", "second", "first"):
+        current[0] = name
+        clock.mark()
+    assert recorded == [(device, name) for name in ("first", "first", "second", "first")]
 
 
 def test_a_device_that_failed_ends_the_measuring_and_not_the_record(

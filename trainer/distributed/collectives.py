@@ -102,23 +102,23 @@ def all_reduce(tensor: Tensor, group: Group | Op = None, op: Op = "sum") -> Tens
 
 
 def sum_async(value: Tensor | float, device: torch.device) -> Callable[[], Tensor]:
-    """Start summing a number over all ranks; the returned callable gives the sum [], in float64.
+    """Start summing a number, or those of a tensor, over all ranks; the returned callable gives the sum, in float64.
 
     On a CPU the callable waits for the other ranks; on a GPU the sum stays on the device and the host does not wait.
     """
     if isinstance(value, Tensor):
-        total = value.detach().to(device, torch.float64, non_blocking=True).reshape(1).clone()
+        total = value.detach().to(device, torch.float64, non_blocking=True).clone()
     else:
-        total = torch.full((1,), value, dtype=torch.float64, device=device)  # a copy from the host would wait
+        total = torch.full((), value, dtype=torch.float64, device=device)  # a copy from the host would wait
     if get_world_size() == 1:
-        return lambda: total.reshape(())
-    moved = _on_backend_device(total)
+        return lambda: total
+    moved = _on_backend_device(total.reshape(-1))
     work = dist.all_reduce(moved, async_op=True)
 
     def result() -> Tensor:
         assert work is not None
         work.wait()  # nccl: the current CUDA stream waits, not this thread
-        return moved.reshape(())
+        return moved.reshape(total.shape)
 
     return result
 

@@ -24,10 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.contract import record
 from trainer.contract.options import Training
 from trainer.engine.accelerator import AMPERE
+from trainer.engine.compilation import Compilation
 from trainer.engine.worker_context import WorkerContext
 from trainer.host.peak_flops import NumberFormat, peak_flops_per_s
 
-_KNOWN_NAMESPACES = ("aten", "prims", "prim", "profiler", "c10d", "_c10d_functional", "c10d_functional")
+_KNOWN_NAMESPACES = ("aten", "prims", "prim", "profiler", "c10d", "_c10d_functional", "c10d_functional", "fsdp")
 """Namespaces whose costly operators are all known here; the operations of other kernels cannot be counted."""
 _PRODUCTS = re.compile(
     r"(mm|matmul|linear|rnn|attention|layer_fwd)(_(?!flatten)|$)|conv(\d|_|olution)|gemm|lstm_mps|"
@@ -148,13 +149,16 @@ class FlopCount:
     """Counter of a rank's operations per sample, in a micro-batch of each shape; in two of the first shape.
 
     If samples differ in their number of operations, the recorded number is withdrawn.
+
+    With torch.compile ``compilation`` runs these batches once more without it, as compiled code has other operators.
     """
 
-    def __init__(self, options: Training, ctx: WorkerContext) -> None:
+    def __init__(self, options: Training, ctx: WorkerContext, compilation: Compilation) -> None:
         on_gpu = ctx.device.type == "cuda"
         # A CPU has no known peak, and so no utilization to show: ``auto`` does not count there.
         wanted = options.count_flops == "on" or (options.count_flops == "auto" and on_gpu)
-        self._counts = wanted and ctx.writer.enabled and not options.compile
+        self._counts = wanted and ctx.writer.enabled
+        self._compilation = compilation
         self._ctx = ctx
         self._passes = 0
         """Micro-batches with samples so far, without those whose shape was counted before."""
@@ -171,6 +175,14 @@ class FlopCount:
         self._passes += 1
         # A function that first runs while operators are counted is never compiled, so the first pass is not counted.
         if self._passes == 1:
+            return nullcontext()
+        if self._compilation.on:
+            self._shapes.add(shape)
+            try:
+                with self._counted(samples):
+                    self._compilation.run_uncompiled(batch, self.begin_backward)
+            except Exception:  # noqa: BLE001 - such as too little memory: the figure is then absent
+                self._counts = False
             return nullcontext()
         if _has_compiled():
             self._counts = False

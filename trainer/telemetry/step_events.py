@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from trainer.contract.record import Step
@@ -55,6 +56,8 @@ class StepReading(NamedTuple):
     """Collectives other than those of DDP's buckets; None where none are followed."""
     is_local: bool = False
     """Whether DDP reduced nothing in the step, as in ``no_sync()``: nothing of it is in the backward pass."""
+    compiled_ns: Sequence[float] = ()
+    """Time in torch.compile so far at each mark, nanoseconds; empty if the step has none."""
 
     def all_marks(self) -> Iterator[Mark]:
         """Yield all marks, which must be ready before the step's times can be read."""
@@ -102,6 +105,12 @@ def step_event(
     synchronised = synchronised and not (reading.is_local and sync is None)
     loss, grad_norm, local, grad_scale = reading.numbers()
     laps_ms = clock.laps_ms(reading.marks)
+    compile_ms = None
+    if compiled := reading.compiled_ns:
+        # A compilation is no work of the step: its time counts to no phase.
+        of_laps = [max(0.0, end - begin) / 1e6 for begin, end in pairwise(compiled)]
+        laps_ms = [max(0.0, lap - of_lap) for lap, of_lap in zip(laps_ms, of_laps, strict=True)]
+        compile_ms = sum(of_laps)
     phase_ms: dict[str, float] = {}
     for phase, lap_ms in zip(reading.phases, laps_ms, strict=False):
         phase_ms[phase] = phase_ms.get(phase, 0.0) + lap_ms
@@ -133,7 +142,8 @@ def step_event(
         clock_set_ms=reading.clock_set_ms,
         grad_norm=grad_norm,
         local_grad_norm=None if local is None else local / (grad_scale or 1.0),
-        gc_ms=rounded(reading.gc_ms),
+        gc_ms=rounded(reading.gc_ms) if compile_ms is None else None,
+        compile_ms=rounded(compile_ms),
         step_ms=rounded(step_ms),
         data_ms=rounded(phase_ms.get("data")),
         h2d_ms=rounded(phase_ms.get("h2d")),
@@ -141,7 +151,7 @@ def step_event(
         backward_ms=rounded(backward_ms),
         optimizer_ms=rounded(phase_ms.get("optimizer")),
         other_ms=rounded(other_ms),
-        core_wait_ms=_core_wait_ms(reading, clock, synchronised, times),
+        core_wait_ms=_core_wait_ms(reading, clock, synchronised, times) if compile_ms is None else None,
     )
     if sync is not None and sync.stable:
         event.sync_ms, event.sync_exposed_ms = rounded(sync.sync_ms), rounded(sync.exposed_ms)
@@ -221,6 +231,7 @@ def merge(steps: Sequence[Step]) -> Step:
         samples=_total([step.samples for step in steps]),
         tokens=_total([step.tokens for step in steps]),
         core_wait_ms=_mean_waits([step.core_wait_ms for step in steps if step.core_wait_ms is not None]),
+        compile_ms=sum(step.compile_ms or 0.0 for step in steps) or None,
         step_ms_each=[step.step_ms for step in steps],
         non_finite=list(dict.fromkeys(name for step in steps for name in step.non_finite)),
         **means,  # type: ignore[arg-type]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.contract.record import Doing, EventWriter, Finding
+from trainer.contract.record import Doing, EventWriter, Finding, Step
 from trainer.distributed import flight_recorder
 from trainer.host.boot import ClockSet
 from trainer.host.cores import core_waits
@@ -29,7 +30,7 @@ from trainer.telemetry.comm_hook import BucketHook, Buckets, CommHook, HookRelay
 from trainer.telemetry.ddp_log import DdpLog, total
 from trainer.telemetry.step_events import WARM_UP, Phase, StepReading
 from trainer.telemetry.step_recorder import StepRecorder
-from trainer.telemetry.torch_compile import is_compiling
+from trainer.telemetry.torch_compile import LONG_COMPILATION_S, compiled_ns, has_compiler, is_compiling
 
 __all__ = ["Phase", "StepMeter", "ddp_of"]
 
@@ -41,7 +42,7 @@ NEXT_PHASE: dict[Phase | None, str] = {
     "backward": "optimizer",
     "optimizer": "other",
     "other": "data",
-    "excluded": "data",
+    "excluded": "forward",
 }
 """Phase after each phase, in a loop whose laps follow each other without a gap; None is the start of a step."""
 
@@ -62,6 +63,7 @@ class StepMeter:
             averaging.
         wire_ratio: Bytes that ``comm_hook`` sends per byte of gradient; None if unknown.
         sparse: Parameters whose gradients have few rows that are not zero: CPU ranks send only those.
+        keeps_steps: Measure every step, also without a record, and keep it for ``take_steps``.
     """
 
     def __init__(
@@ -77,10 +79,13 @@ class StepMeter:
         comm_hook: tuple[object, CommHook] | None = None,
         wire_ratio: float | None = 1.0,
         sparse: Sequence[nn.Parameter] = (),
+        keeps_steps: bool = False,
     ) -> None:
         self.lap: Callable[[Phase], object] = _no_lap
         """End a phase: the time since the last mark counts to it; micro-steps add up."""
-        self._enabled = writer.enabled
+        self.local_norm: Scalar = None
+        """Norm [] of this rank's gradient in the last step before the reduction, where it was measured."""
+        self._enabled = writer.enabled or keeps_steps
         self._now = now
         self._rank = rank
         self._writer = writer
@@ -97,7 +102,11 @@ class StepMeter:
         on_gpu = device.type == "cuda"
         self._clock: Clock = CudaClock(device) if on_gpu else HostClock(clock, core_waits())
         saves_rows = bool(sparse) and not on_gpu and comm_hook is None
-        if ddp is not None and synchronised and (saves_rows or (self._enabled and (detail_every or comm_hook))):
+        if (
+            ddp is not None
+            and synchronised
+            and (saves_rows or (self._enabled and (detail_every or comm_hook or keeps_steps)))
+        ):
             state, inner = comm_hook or (None, None)
             hook = BucketHook(ddp, self._clock, inner=inner, state=state, waits=not on_gpu, sparse=sparse)
             self._hooks.append(hook)
@@ -106,7 +115,9 @@ class StepMeter:
 
         self._clock_set = ClockSet()
         self._mark = self._clock.mark
-        self._recorder = StepRecorder(self._clock, writer, rank=rank, synchronised=synchronised, wire_ratio=wire_ratio)
+        self._recorder = StepRecorder(
+            self._clock, writer, rank=rank, synchronised=synchronised, wire_ratio=wire_ratio, keeps=keeps_steps
+        )
         # On CPU ranks BucketHook measures all; without it, or around an inner hook, DDP's logger does.
         measures_all = bool(self._hooks) and self._hooks[0].fault is None and comm_hook is None
         if ddp is not None and synchronised and not on_gpu and not measures_all:
@@ -114,6 +125,8 @@ class StepMeter:
         self._reported_faults: set[str] = set()
         self._faults_lock = threading.Lock()
         self._count = 0
+        self._compiled_ns: list[float] = []
+        """Time in torch.compile so far, at each mark of the step; empty while this process has not imported it."""
         self._marks: list[Mark] = []
         self._phases: list[Phase] = []
         self._step = 0
@@ -160,6 +173,7 @@ class StepMeter:
     def follow_collectives(self, collectives: CollectiveMeter, in_backward: Callable[[], bool]) -> None:
         """Measure the collectives that this thread calls from here on, other than those of DDP's buckets."""
         if self._enabled:
+            flight_recorder.attach_all()
             self._collectives = collectives
             collectives.attach(self._clock, in_backward)
             collectives.begin_step(self._phases)
@@ -175,6 +189,7 @@ class StepMeter:
         # The old mark is not released: it is also the end of the last step, which the device may not have reached.
         self._marks = [self._mark()]
         self._phases = []
+        self._compiled_ns = [compiled_ns()] if has_compiler() else []
         self._gc_s = 0.0
         if self._collectives is not None:
             self._collectives.begin_step(self._phases, detailed=self._detailed())
@@ -206,10 +221,13 @@ class StepMeter:
         log = total([log.read() for log in self._logs]) if self._logs else None
         syncs = self._take()
         # After a first synchronisation the gradient is no longer this rank's alone.
-        local = syncs[0].norm() if len(syncs) == 1 else None
-        numbers = self._clock.fetch((loss, grad_norm, local, grad_scale))
+        self.local_norm = syncs[0].norm() if len(syncs) == 1 else None
+        numbers = self._clock.fetch((loss, grad_norm, self.local_norm, grad_scale))
         end = self._mark(waits=False)
         self._marks.append(end)
+        compiled = self._compiled_ns
+        if compiled:
+            compiled.append(compiled_ns())
         self._recorder.add(
             StepReading(
                 self._now(),
@@ -228,9 +246,11 @@ class StepMeter:
                 self._clock_set.ms(),
                 None if self._collectives is None else self._collectives.take(),
                 is_local,
+                compiled if compiled and compiled[-1] > compiled[0] else (),
             )
         )
         self._marks, self._phases = [end], []
+        self._compiled_ns = compiled[-1:] or ([compiled_ns()] if has_compiler() else [])
         self._count += 1
         self._step = step
         self._gc_s = 0.0
@@ -259,9 +279,35 @@ class StepMeter:
         # Marks are dropped, not released: the device may not have reached them.
         del self._marks[phases + 1 :]
         del self._phases[phases:]
+        del self._compiled_ns[phases + 1 :]
         if self._collectives is not None:
             self._collectives.exclude(phases)
         self._lap("excluded")
+
+    @contextmanager
+    def excluded(self, part: str) -> Iterator[None]:
+        """Count the time in the block to no phase and no step; a long wait there is reported as this part."""
+        if not self._enabled:
+            yield
+            return
+        usual, self.part_after = self.part_after, lambda lap: part
+        try:
+            yield
+        finally:
+            self.part_after = usual
+        self._lap("excluded")
+
+    def keep_steps(self) -> None:
+        """Keep the steps from here on for ``take_steps``, as far as they are measured."""
+        if self._enabled:
+            self._recorder.keeps = True
+
+    def take_steps(self) -> list[Step]:
+        """Return the steps that the device has done since the last call, each by itself, if they are kept."""
+        if not self._enabled:
+            return []
+        self._recorder.process()
+        return self._recorder.take_kept()
 
     def pause(self) -> None:
         """Write all complete steps, before a validation or a checkpoint; ``start`` continues."""
@@ -291,6 +337,8 @@ class StepMeter:
     def _lap(self, phase: Phase) -> None:
         self._phases.append(phase)
         self._marks.append(self._mark())
+        if self._compiled_ns:
+            self._compiled_ns.append(compiled_ns())
 
     def _take(self) -> Sequence[Buckets]:
         if len(self._hooks) == 1:
@@ -333,7 +381,7 @@ class StepMeter:
         blocked_in, blocked_s = self._blocked_in(now)
         waited_s = now - self._progress_s
         long_phase_s = 5.0  # minimum time of a phase before it is reported as long, seconds
-        if waited_s < long_phase_s:
+        if waited_s < long_phase_s and (waited_s < LONG_COMPILATION_S or not is_compiling()):
             return
         phases = self._phases.copy()  # the training thread appends to it
         part: Any = self.part_after(phases[-1] if phases else None)

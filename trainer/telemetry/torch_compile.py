@@ -1,9 +1,10 @@
-"""torch.compile: whether it is at work, by the stacks of all threads, and what it leaves as it is."""
+"""torch.compile: whether it is at work, by the stacks of all threads, how long it was, and what it leaves as it is."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 import threading
 import time
@@ -33,6 +34,56 @@ def is_compiling() -> bool:
         for thread in sys._current_frames()
         for frame in frames_of(thread)
     )
+
+
+def has_compiler() -> bool:
+    """Whether this process has imported torch.compile."""
+    return "torch._dynamo.utils" in sys.modules
+
+
+def compiled_ns() -> float:
+    """Return the time for which torch.compile was at work in this process that has imported it, nanoseconds."""
+    times = sys.modules["torch._dynamo.utils"].cumulative_time_spent_ns
+    return float(times.get("entire_frame_compile", 0.0) + times.get("entire_backward_compile", 0.0))
+
+
+class RecompileCount:
+    """Count of compilations of code that was compiled before, from here on, with torch's reasons."""
+
+    def __init__(self) -> None:
+        self.times = 0
+        self.reasons: list[str] = []
+        self.gave_up = False
+        """Whether torch has reached its limit for some code, and compiles that no more."""
+        self._seen_ns = compiled_ns()
+        self._versions = {frame: version for frame, version, _ in _compilations()}
+
+    def grew(self) -> bool:
+        """Return whether code was compiled again since the last call."""
+        if (now := compiled_ns()) == self._seen_ns:
+            return False
+        self._seen_ns = now
+        before = self.times
+        for frame, version, metrics in _compilations():
+            if version <= self._versions.get(frame, 0):
+                continue
+            self._versions[frame] = version
+            if metrics.fail_type is None:
+                self.times += 1
+            else:
+                self.gave_up = True
+            if reason := getattr(metrics, "recompile_reason", None):
+                self.reasons.append(reason.partition(": ")[2].partition("#")[0].strip())
+        return self.times > before or self.gave_up
+
+
+def _compilations() -> list[tuple[str, int, Any]]:
+    """Return the last compilations: number of the code, how often that was compiled before, and torch's metrics."""
+    found = []
+    for metrics in sys.modules["torch._dynamo.utils"].get_compilation_metrics():
+        if matched := re.search(r"(\d+)/(\d+)(?:_\d+)?$", metrics.compile_id or ""):
+            found.append((matched[1], int(matched[2]), metrics))
+    return found
 
 
 def leave_uncompiled(function: Callable[..., Any], *, callees: bool) -> None:

@@ -12,7 +12,7 @@ from gputrain_tui.diagnosis.roll_up import roll_up
 from gputrain_tui.headless.number_text import loss_text
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.state import RunState
-from gputrain_tui.state.figures import RunFigures
+from gputrain_tui.state.figures import RunFigures, noise_text
 from gputrain_tui.state.finding_text import by_urgency, failure_summary, finding_summary, run_mark
 from gputrain_tui.state.standstill import Standstill
 from gputrain_tui.tables import duration, evaluation, of_weights, printable
@@ -90,6 +90,8 @@ class RunHeading:
     note: str = ""
     joins: bool = False
     """Whether some ranks have not joined the others yet."""
+    noise: str = ""
+    """Gradient noise scale, and its meaning; empty where it is not known."""
     unmeasured: str = ""
     """Why no step of a script is measured; empty where that is not known."""
 
@@ -179,6 +181,8 @@ def _figures(head: RunHeading, width: int) -> Row:
         fields.append((6, [("compute ", "dim"), (_percent(s.compute_share), "bright")]))
         if head.world_size > 1:
             fields.append((4, [("sync wait ", "dim"), (_percent(s.sync_share), "bright")]))
+    if head.noise:
+        fields.append((10, [("noise scale ", "dim"), (head.noise.partition(":")[0], "bright")]))
     progress = min(s.step / head.total, 1.0) if head.total else None
     least_bar_cells, most_bar_cells = 8, 48
     bar_cells = 0 if progress is None else least_bar_cells + 8
@@ -241,6 +245,7 @@ def heading(live: LiveRun) -> RunHeading:
         condition=run_condition(state, live.status, live.standstill),
         note=_note(live),
         joins=bool(state.missing),
+        noise=noise_text(state.noise_scale),
         unmeasured=state.unmeasured,
     )
 

@@ -34,8 +34,8 @@ from trainer.contract.record.events import (
     Lost as Lost,
     ModelFlops as ModelFlops,
     NodeSample as NodeSample,
+    NoiseScale as NoiseScale,
     Queued as Queued,
-    RankSample as RankSample,
     RankStacks as RankStacks,
     RankState as RankState,
     RankStateName as RankStateName,
@@ -43,13 +43,15 @@ from trainer.contract.record.events import (
     RunStarted as RunStarted,
     RunStatusName as RunStatusName,
     Sample as Sample,
+    ShareChange as ShareChange,
     Step as Step,
     TrainingPlan as TrainingPlan,
+    Unheard as Unheard,
     Validation as Validation,
     World as World,
 )
-from trainer.contract.record.gpu_sample import GpuSample as GpuSample
 from trainer.contract.record.json_lines import decode_events as decode_events, encode_event as encode_event
+from trainer.contract.record.machine_samples import GpuSample as GpuSample, RankSample as RankSample
 from trainer.contract.record.numbers import MAX_RANKS as MAX_RANKS
 from trainer.contract.record.run_dir import (
     NATIVE as NATIVE,

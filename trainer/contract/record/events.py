@@ -5,16 +5,14 @@ A value that was not measured is absent, never 0; durations are milliseconds, si
 
 from __future__ import annotations
 
-from math import nan
 from typing import Literal
 
 import msgspec
 
 from trainer.contract.record.code_stacks import Collective, ThreadStack
 from trainer.contract.record.collective_groups import CollectiveCall, GroupSync
-from trainer.contract.record.gpu_sample import GpuSample
+from trainer.contract.record.machine_samples import GpuSample, RankSample
 from trainer.contract.record.numbers import (
-    MAX_NUMBER,
     Count,
     ExitStatus,
     FiniteFloat,
@@ -24,6 +22,7 @@ from trainer.contract.record.numbers import (
     StepsCovered,
     UnixSeconds,
     WorldSize,
+    or_nan,
 )
 
 RankStateName = Literal["spawned", "joining", "ready", "training", "validating", "saving", "finished", "failed"]
@@ -85,6 +84,14 @@ class Joining(Event, kw_only=True, tag="joining"):
     waited_ms: FiniteFloat
 
 
+class Unheard(Event, kw_only=True, tag="unheard"):
+    """One rank of each host gets no heartbeats from other hosts; written at the start, and when these change."""
+
+    rank: Rank
+    ranks: list[Rank]
+    """All ranks of the other hosts whose heartbeats have stopped; empty: those of all hosts come."""
+
+
 class TrainingPlan(Event, kw_only=True, tag="training_plan"):
     """Size of the training, known once the data is loaded; written by rank 0 before the first step."""
 
@@ -108,6 +115,35 @@ class TrainingPlan(Event, kw_only=True, tag="training_plan"):
     """Unit of the task's loss, such as ``nats``; empty: none is known."""
     tf32: bool | None = None
     """Whether a GPU rounds products of 32-bit floats to TF32; absent on CPUs."""
+
+
+class ShareChange(Event, kw_only=True, tag="shares"):
+    """The ranks divide the global batch in another way from a step on; written by rank 0. Times are of one micro-step.
+
+    It is written again, with ``measured_ms``, once the new shares were measured.
+    """
+
+    step: StepNumber
+    """The first step with the new shares."""
+    previous: list[Count]
+    """Samples per micro-step of each rank before; empty at the start."""
+    shares: list[Count]
+    """Samples per micro-step of each rank from this step on; their sum stays."""
+    cause: Literal["start", "learned", "measured", "memory", "resumed", "recorded"]
+    """``start``: equal shares; ``learned``: by what earlier runs measured on these devices; ``measured``: by the times
+    below; ``memory``: a rank ran out of memory; ``resumed``: those of the checkpoint; ``recorded``: by a record."""
+    fixed_ms: list[FiniteFloat] | None = None
+    """Compute of each rank that does not depend on its share; absent where nothing was measured."""
+    per_sample_ms: list[FiniteFloat] | None = None
+    """Compute of each rank per sample, likewise."""
+    bounds: list[Count] | None = None
+    """Most samples that the memory of each rank holds, 0 if not known; absent while no rank ran out of memory."""
+    slowest_ms: FiniteFloat | None = None
+    """Compute of the slowest rank with the shares before."""
+    expected_ms: FiniteFloat | None = None
+    """Compute of the slowest rank with the new shares, as expected."""
+    measured_ms: FiniteFloat | None = None
+    """Compute of the slowest rank with the new shares, as measured."""
 
 
 class ModelFlops(Event, kw_only=True, tag="model_flops"):
@@ -171,7 +207,9 @@ class Step(Event, kw_only=True, tag="step"):
     other_ms: FiniteFloat | None = None
     """The rest of the step, outside of all other phases: the training's own code between optimizer and data."""
     gc_ms: FiniteFloat | None = None
-    """Time in Python's garbage collector during the step."""
+    """Time in Python's garbage collector during the step; absent if it compiled."""
+    compile_ms: FiniteFloat | None = None
+    """Time in torch.compile during the covered steps together, which is in no other duration; absent without it."""
     core_wait_ms: dict[str, FiniteFloat] | None = None
     """Time per phase (``data``, ``forward``, …, ``sync`` for the exposed synchronisation) in which this rank's thread
     was runnable and had no core. Phases without such time are left out; None if the kernel does not count it."""
@@ -259,8 +297,8 @@ class Validation(Event, kw_only=True, tag="validation"):
 
     def __post_init__(self) -> None:
         """Turn null into NaN."""
-        self.loss = _or_nan(self.loss)
-        self.metrics = {name: _or_nan(value) for name, value in self.metrics.items()}
+        self.loss = or_nan(self.loss)
+        self.metrics = {name: or_nan(value) for name, value in self.metrics.items()}
 
 
 class Checkpoint(Event, kw_only=True, tag="checkpoint"):
@@ -276,12 +314,28 @@ class Checkpoint(Event, kw_only=True, tag="checkpoint"):
     """Id of the run that the file belongs to; empty in records of earlier versions."""
 
 
+class NoiseScale(Event, kw_only=True, tag="noise_scale"):
+    """Gradient noise scale: the batch beyond which more samples hardly make a step better; written by rank 0."""
+
+    step: StepNumber
+    batch: Count
+    """Samples of the step, over all ranks."""
+    gradient_sq: FiniteFloat
+    """Squared norm of the true gradient, estimated from this step alone; it may be below 0."""
+    noise_sq: FiniteFloat
+    """Mean squared distance of a sample's gradient from it, likewise."""
+    samples: FiniteFloat | None = None
+    """The noise scale: ``noise_sq`` over ``gradient_sq``, each smoothed over the measurements so far; absent while
+    these are too few."""
+
+
 class Checksum(Event, kw_only=True, tag="checksum"):
     """Checksum of a rank's parameters and buffers; equal on all ranks of a healthy run."""
 
     rank: Rank
     step: Count
     parameters: str
+    """Empty where they are divided among the ranks."""
     buffers: str
     non_finite: bool = False
     """Whether a parameter is NaN or infinite."""
@@ -320,36 +374,6 @@ class NodeSample(Event, kw_only=True, tag="node_sample"):
     """Size of its node agent's log."""
     ranks: list[RankSample] = []
     gpus: list[GpuSample] = []
-
-
-class RankSample(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Sample of a rank's process."""
-
-    rank: Rank
-    cpu_percent: FiniteFloat | None = None
-    """In percent of one core: 200 means two busy cores."""
-    rss_bytes: Count | None = None
-    wait_percent: FiniteFloat | None = None
-    """Share of wall time runnable but not running (waiting for a core, throttled), 0 to 100."""
-    cpu_quota_cores: FiniteFloat | None = None
-    """CPU quota of its cgroup, or of the ancestor that throttles it most."""
-    cpu_throttled_percent: FiniteFloat | None = None
-    """Share of wall time for which that quota holds its cgroup back, 0 to 100."""
-    busy_threads: FiniteFloat | None = None
-    """Average number of its threads that run or wait for a core; sampled while the main thread waits for a core at
-    least a tenth of the time."""
-    children_percent: FiniteFloat | None = None
-    """Likewise of all its descendants together; sampled while the process itself is nearly idle."""
-    held: str | None = None
-    """``T`` if it is stopped by a signal, ``t`` if by a debugger."""
-    children: Count | None = None
-    """Its child processes, such as loader workers; sampled as ``busy_threads``."""
-    log_bytes: Count | None = None
-    """Size of its log, from which a reader dates the lines of the log."""
-    sleeps_in: str | None = None
-    """Kernel function in which its main thread sleeps (``wchan``); sampled while the process is nearly idle."""
-    line: str = ""
-    """Line of the user's code at which its main thread stays for seconds, such as ``train.py:12 in augment``."""
 
 
 class Finding(Event, kw_only=True, tag="finding"):
@@ -437,12 +461,9 @@ class RunEnded(Event, kw_only=True, tag="run_ended"):
     """From the start of the run to its end by a monotonic clock, waits in a queue included."""
 
 
-def _or_nan(value: float | None) -> float:
-    """Return the number; NaN for null, and for a number that readers would refuse."""
-    return value if value is not None and abs(value) <= MAX_NUMBER else nan
-
-
 AnyEvent = (
-    RunStarted | World | Queued | RankState | Joining | TrainingPlan | ModelFlops | Step | Doing | Validation
-    | Checkpoint | Checksum | CollectiveGroup | Sample | NodeSample | Finding | Failure | RankStacks | Lost | RunEnded
+    RunStarted | World | Queued | RankState | Joining | Unheard | TrainingPlan | ShareChange | ModelFlops | Step | Doing
+    | Validation | Checkpoint | NoiseScale | Checksum | CollectiveGroup | Sample | NodeSample | Finding | Failure
+    | RankStacks | Lost
+    | RunEnded
 )  # fmt: skip
