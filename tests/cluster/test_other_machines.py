@@ -197,6 +197,7 @@ def test_a_host_that_answers_something_else_is_a_line(server: SshServer, ssh: Ss
     assert problem(name, ssh) == line
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("flood", "line"),
     [

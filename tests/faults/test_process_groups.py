@@ -48,7 +48,7 @@ def test_in_a_mesh_the_late_rank_is_named_with_those_that_wait_and_one_that_call
     late = [each for each in late if (each.rank, each.cause) == (3, "backward")]
     assert late, [(each.step, each.message) for each in found]
     assert "rank 2 of tp" in late[0].message
-    assert 150.0 < late[0].evidence["excess_ms"] < 300.0
+    assert 150.0 < late[0].evidence["excess_ms"] < 600.0  # 200 ms, and longer where its core is taken
 
     (stalled,) = [each for each in state.past_findings if (each.kind, each.state) == ("stalled", "raised")]
     assert (stalled.rank, stalled.cause, stalled.step) == (3, "collectives", ODD_AT - 1)

@@ -254,6 +254,7 @@ def test_ranks_of_two_runs_refuse_each_other(processes: Processes, url: str) -> 
         assert "'run-2' is rank 1" in outcome.message
 
 
+@pytest.mark.timing
 def test_two_ranks_on_one_gpu_are_refused(processes: Processes, url: str) -> None:
     joins = [{"url": url, "rank": rank, "world_size": 2, "device": "GPU-1"} for rank in range(2)]
     processes.take(2)  # which has loaded torch now
