@@ -159,6 +159,7 @@ def test_the_findings_view_lists_the_newest_changes() -> None:
     ]
     texts = [row_text(row) for row in draw_findings(entries[:1], 160, 4)]
     assert "run       shares" in texts[1]
+    assert texts[0].startswith("findings 0  1 change of shares")
 
 
 def test_work_before_a_change_of_shares_is_not_compared_with_work_after_it() -> None:
