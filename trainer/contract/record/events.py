@@ -113,7 +113,8 @@ class TrainingPlan(Event, kw_only=True, tag="training_plan"):
 class ShareChange(Event, kw_only=True, tag="shares"):
     """The ranks divide the global batch in another way from a step on; written by rank 0. Times are of one micro-step.
 
-    It is written again, with ``measured_ms``, once the new shares were measured.
+    With ``max_tokens`` shares are tokens, and so are bounds and the sample of a time. It is written again, with
+    ``measured_ms``, once the new shares were measured.
     """
 
     step: StepNumber
