@@ -21,6 +21,8 @@ from gputrain_tui.state.synchronisation import late_ms
 
 PHASES = ("data", "h2d", "forward", "backward", "optimizer", "other")
 """Phases between two synchronisations; ``other`` is the unmeasured rest of the step."""
+DEVICE_PHASES = ("forward", "backward", "optimizer")
+"""Those that a slower device makes longer."""
 
 
 class StepPhases(NamedTuple):
@@ -73,6 +75,7 @@ class StepRow:
     """Whether a straggler was known at this step, so that the row does not count for the usual noise."""
     _sorted: dict[str, list[float]] = field(default_factory=dict)
     _without_wait: tuple[object, StepRow] | None = None
+    _levelled: tuple[Sequence[float], StepRow] | None = None
 
     @cached_property
     def synced(self) -> bool:
@@ -190,6 +193,27 @@ class StepRow:
             row = StepRow(self.step, all_phases, self.waits, self.steps, self.group_waits, self.straggling)
             self._without_wait = key, row
         return self._without_wait[1]
+
+    def at_one_speed(self, slowness: Sequence[float]) -> StepRow:
+        """Return the row as if every rank's device were as fast as the fastest one.
+
+        ``slowness``: by index, how many times as long as that one a rank computes for a sample. What a rank takes
+        beyond that stays; a rank that is faster for once is not taken for faster than the fastest.
+        """
+        if self._levelled is None or self._levelled[0] is not slowness:
+            fastest = self.phases[min(range(len(slowness)), key=slowness.__getitem__)]
+            all_phases = []
+            for rank_phases, ratio in zip(self.phases, slowness, strict=True):
+                times = {
+                    name: max(min(getattr(fastest, name), own), own / ratio)
+                    for name in DEVICE_PHASES
+                    if (own := getattr(rank_phases, name)) > 0.0
+                }
+                saved = sum(getattr(rank_phases, name) - ms for name, ms in times.items())
+                all_phases.append(rank_phases._replace(**times, own=rank_phases.own - saved))
+            row = StepRow(self.step, all_phases, self.waits, self.steps, self.group_waits, self.straggling)
+            self._levelled = slowness, row
+        return self._levelled[1]
 
     def _column(self, phase: str) -> list[float]:
         ranked = self._sorted.get(phase)

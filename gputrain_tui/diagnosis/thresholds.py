@@ -110,6 +110,16 @@ MAX_CORE_WAIT_SHARE = threshold(0.5, "share", "uneven_work_is_found_with_its_cau
 are the cause."""
 
 
+# ------------------------------------------------------------ ranks of different speeds
+
+SPEED_BLOCKS = threshold(5, "blocks", "ranks_that_are_slow_for_a_while_from_the_first_step_on_have_no_uneven_speeds")
+"""Windows of rows from the first step on that must show the same differences of speed: a minute's other work on a
+machine, or caches that fill, must not look like another device."""
+SPEED_GAIN_SHARE = threshold(0.1, "share", "uneven_speeds_count_by_what_shares_in_proportion_would_bring")
+"""Share of a step that balanced shares would save for a finding; below, noise and what does not depend on samples
+take the gain."""
+
+
 # ------------------------------------------------------------ runs bound by input, communication or their own code
 
 BOUND_WINDOW_STEPS = threshold(60, "steps", "waiting_for_data_on_all_ranks_is_input_bound")

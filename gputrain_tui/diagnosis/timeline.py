@@ -120,7 +120,17 @@ class Timeline:
                 steps.append_new(view)
             self._last_warm_up = max(view.started_at for view in views) + limit.WARM_UP_STEPS
             self._last_row = max(steps.ranges[0].first for steps in self._rank_steps) - 1
+        self._start_at_newest_shares(state)
         self._add_rows()
+
+    def _start_at_newest_shares(self, state: RunState) -> None:
+        """Forget the rows before the newest change of the ranks' shares: their work was another one."""
+        change = state.shares.newest
+        if change is not None and change.step - 1 > self._last_warm_up:
+            self._last_warm_up = change.step - 1
+            kept = [row for row in self.rows if row.step >= change.step]
+            self.rows.clear()
+            self.rows.extend(kept)
 
     def last(self, count: int) -> list[StepRow]:
         return list(islice(self.rows, max(len(self.rows) - count, 0), None))

@@ -76,6 +76,8 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Tokens likewise; None where the task counts none."""
     mfu: FiniteFloat | None = None
     """Model FLOPs utilization since the ranks were last started, 0 to 1; None where it is not known."""
+    shares: list[Count] | None = None
+    """Samples of a micro-step of each rank, where shares are balanced."""
     tested: Validation | None = None
     """The last test, or the result of a run of ``eval``; written at the end."""
     findings: list[Finding] = []

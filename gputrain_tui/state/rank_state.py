@@ -10,6 +10,7 @@ from typing import Any
 from gputrain_tui.state.process_groups import RankGroups
 from gputrain_tui.state.step_losses import loss_at
 from gputrain_tui.state.totals import ZERO_TOTALS, Totals
+from trainer.contract.balanced_shares import ComputeTime
 from trainer.contract.record import Doing, Failure, Finding, GpuSample, ModelFlops, RankSample, RunEnded, Step
 from trainer.contract.record.unrecorded import COUNTS
 
@@ -67,6 +68,10 @@ class RankView:
     """Totals of the rank when it was last started."""
     flops: ModelFlops | None = None
     """Operations of its samples, and the peak of its GPU; None until it has counted them since it was last started."""
+    share: int | None = None
+    """Samples of a micro-step that it has of the global batch, where shares are balanced."""
+    fit: ComputeTime | None = None
+    """Its compute as the shares' balance has measured it."""
     totals_window: deque[Totals] = field(default_factory=lambda: deque([ZERO_TOTALS], maxlen=WINDOW + 1))
     """Totals after each of the last events; the first is the state before the window."""
     loss_is_nan: bool = False

@@ -13,6 +13,7 @@ from gputrain_tui.state.figures import RunFigures, run_figures
 from gputrain_tui.state.finding_text import loss_is_nan, named_ranks
 from gputrain_tui.state.rank_state import RankView, rank_outcome
 from gputrain_tui.state.record_gaps import RECORD_ADVICE
+from gputrain_tui.state.share_changes import ShareChanges
 from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness
 from gputrain_tui.state.world import divided, is_of_former, still_standing
 from trainer.contract import record
@@ -64,6 +65,7 @@ class RunState:
         self.unmeasured = ""
         """Why no step of a script was measured; empty where that is not known."""
         self.desync = DesyncState()
+        self.shares = ShareChanges()
         self.nodes: dict[int, record.NodeSample] = {}
         self.sample: record.Sample | None = None
         self.silence_changed_at = 0.0
@@ -85,6 +87,7 @@ class RunState:
             record.RankState: self._rank_state,
             record.Joining: partial(setattr, self, "joining"),
             record.TrainingPlan: self._training_plan,
+            record.ShareChange: lambda event: self.shares.add(event, self.ranks),
             record.ModelFlops: self._count_flops,
             record.Step: self._step,
             DownsampledBlock: self._step,

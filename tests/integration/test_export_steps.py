@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -34,6 +35,7 @@ from trainer.contract.record import (
     Lost,
     RankState,
     RunDir,
+    ShareChange,
     Step,
     decode_events,
     encode_event,
@@ -167,6 +169,25 @@ def test_steps_that_a_failed_attempt_lost_stand_in_both_attempts(call: Command, 
         for attempt, begin, end in ((1, 1, 40), (2, 31, 35))
         for step in range(begin, end + 1)
     ]
+
+
+def test_a_csv_has_the_share_that_a_rank_had_at_each_step_of_each_attempt(call: Command, run: Run) -> None:
+    def change(step: int, *shares: int, cause: Any = "measured") -> ShareChange:
+        return ShareChange(time=2e9, step=step, previous=[], shares=list(shares), cause=cause)
+
+    begin = RankState(time=2e9, rank=0, state="joining")
+    append_events(run.dir, 0, change(21, 24, 8), begin, change(31, 20, 12, cause="resumed"), change(34, 28, 4))
+    for rank in range(2):
+        again = [single(rank, number) for number in range(31, 36)]
+        append_events(run.dir, rank, *([RankState(time=2e9, rank=1, state="joining")] if rank else []), *again)
+    rows = list(csv.DictReader(io.StringIO(call(run.id, "--to", "csv", "-o", "-").stdout)))
+    found = {(int(row["rank"]), int(row["attempt"]), int(row["step"])): row["share"] for row in rows}
+    for rank, shares in enumerate([("", "24", "20", "28"), ("", "8", "12", "4")]):
+        assert {found[rank, 1, step] for step in range(1, 21)} == {shares[0]}
+        assert {found[rank, 1, step] for step in range(21, 41)} == {shares[1]}
+        assert [found[rank, 2, step] for step in range(31, 36)] == [shares[2]] * 3 + [shares[3]] * 2
+    alone = list(csv.DictReader(io.StringIO(call(run.id, "--to", "csv", "-o", "-", "--rank", 1).stdout)))
+    assert alone[30]["share"] == "8"
 
 
 # -------------------------------------------------------------------------------------------- how far it goes

@@ -271,8 +271,13 @@ class StepMeter:
             self._collectives.exclude(phases)
         self._lap("excluded")
 
+    def keep_steps(self) -> None:
+        """Keep the steps from here on for ``take_steps``, as far as they are measured."""
+        if self._enabled:
+            self._recorder.keeps = True
+
     def take_steps(self) -> list[Step]:
-        """Return the steps that the device has done since the last call, each by itself; needs ``keeps_steps``."""
+        """Return the steps that the device has done since the last call, each by itself, if they are kept."""
         if not self._enabled:
             return []
         self._recorder.process()

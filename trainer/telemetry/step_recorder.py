@@ -55,8 +55,9 @@ class StepRecorder:
         """Whether a synchronisation was measured: in the first steps it is not."""
         self._last_written_s = -math.inf
         """End of the last step that is written, in Unix seconds."""
-        self._kept: list[Step] = []
-        self._keeps = keeps
+        self._kept: deque[Step] = deque(maxlen=1000)  # a script may ask for its shares once only
+        self.keeps = keeps
+        """Whether the steps are kept for ``take_kept``."""
         self._lock = threading.Lock()
         """Guards everything but ``_pending``."""
 
@@ -84,7 +85,8 @@ class StepRecorder:
     def take_kept(self) -> list[Step]:
         """Return the steps since the last call, each by itself."""
         with self._lock:
-            kept, self._kept = self._kept, []
+            kept = list(self._kept)
+            self._kept.clear()
             return kept
 
     def flush(self) -> None:
@@ -126,7 +128,7 @@ class StepRecorder:
             self._has_sync = True
             self._flush()
         self._unmerged.append(event)
-        if self._keeps:
+        if self.keeps:
             self._kept.append(event)
         # The first step is written at once; and a clock that was set back must not delay events.
         if not 0.0 <= event.time - self._last_written_s < MERGE_INTERVAL_S:
