@@ -75,7 +75,7 @@ RULES: list[tuple[str, dict[str, Any], str]] = [
     ("train", {"batch_size": "balanced"}, r"train\.batch_size is balanced, which needs train\.global_batch_size"),
     (
         "train",
-        {"batch_size": "balanced", "global_batch_size": 9, "max_tokens": 9},
+        {"batch_size": "balanced", "global_batch_size": 9, "fix_batches_to_gpus": True},
         r"train\.batch_size is balanced, so the ranks' shares change",
     ),
     ("train", {"task": "mnist", "max_tokens": 9}, r"train\.max_tokens needs the tokens of each sample"),

@@ -69,10 +69,11 @@ CONTRADICTIONS: dict[str, Values] = {
         "global_batch_size": 64,
         "fix_batches_to_gpus": True,
     },
-    "--batch-size is balanced, so the ranks' shares change, but --max-tokens makes batches of its own: leave": {
+    "--drop-last leaves out what does not fill the batch of every rank, but with --batch-size balanced and": {
         "batch_size": "balanced",
         "global_batch_size": 64,
         "max_tokens": 8,
+        "drop_last": True,
     },
     "--ema-start needs --ema-decay, the decay of the average that begins there": {"ema_start": 5},
     "--lr-scheduler is wsd, which needs --decay-updates, the optimizer steps of its decay": {"lr_scheduler": "wsd"},

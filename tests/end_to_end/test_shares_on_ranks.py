@@ -66,6 +66,19 @@ def test_shares_that_change_learn_what_equal_ones_learn(
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-9)
 
 
+def test_shares_of_tokens_change_and_learn_what_one_rank_learns(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
+    tokens = ("--batch-size", "balanced", "--global-batch-size", 96, "--max-tokens", 90, "--max-epochs", 1)
+    one = ("--batch-size", "balanced", "--global-batch-size", 96, "--max-tokens", 102, "--max-epochs", 1)
+    begun = pool.submit(train, tmp_path / "one", *FLAGS, *one, "--sample-ms", "0")
+    done = train(tmp_path / "balanced", *FLAGS, *tokens, "--sample-ms", "0.1,0.8", ranks=2)
+    alone = begun.result()
+    assert (done.code, alone.code) == (0, 0), done.output + alone.output
+    assert changes(done)[0]["shares"][0] > 48
+    assert all(sum(event["shares"]) == 96 and max(event["shares"]) <= 84 for event in changes(done))
+    assert sum(event["samples"] for event in done.events_of("step")) == N * 45 + 7
+    assert relative_error(done, alone) < 1e-10
+
+
 @pytest.fixture(scope="module")
 def balanced(tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
     """A training whose shares have changed, stopped within its second epoch."""
@@ -171,6 +184,11 @@ def test_a_rank_that_is_too_slow_even_with_one_sample_is_told_once(tmp_path: Pat
             (*BALANCED, "--buffers"),
             "the model has a batch norm, which needs batches of at least 2 samples, but a share of --batch-size "
             "balanced may be 1: give a --batch-size of one value per rank",
+        ),
+        (
+            ("--batch-size", "balanced", "--global-batch-size", 96, "--max-tokens", 50),
+            "--global-batch-size is 96 tokens, but for 2 ranks with samples of up to 6 tokens and --max-tokens 50 it "
+            "must be 12 to 88",
         ),
         ((*BALANCED, "--shares-from", "/nowhere"), "--shares-from /nowhere: /nowhere/events/0.ndjson cannot be read"),
     ],
