@@ -147,7 +147,7 @@ def test_the_rank_table_has_a_column_of_shares_only_where_they_are_balanced() ->
 
 def test_the_rank_screen_shows_share_and_fit() -> None:
     shown = {name: value for name, value, _ in facts(seen(START, MEASURED), 1, 2000.0)}
-    assert (shown["share"], shown["fixed ms"], shown["ms per sample"]) == ("16", "2.000", "1.940")
+    assert (shown["share"], shown["fixed ms"], shown["ms per unit"]) == ("16", "2.000", "1.940")
     assert not {"share", "fixed ms"} & {name for name, *_ in facts(seen(), 1, 2000.0)}
 
 
