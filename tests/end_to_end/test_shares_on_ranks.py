@@ -155,6 +155,18 @@ def test_a_rank_that_runs_out_of_memory_gets_less_and_the_run_goes_on(pool: Thre
         assert changes(done)[-1]["bounds"] == [14, 9]
 
 
+def test_ranks_whose_memory_together_holds_less_than_the_batch_compute_it_in_parts(
+    pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    begun = pool.submit(train, tmp_path / "equal", *FLAGS, *EQUAL, "--max-epochs", 1, ranks=2)
+    flags = ("--batch-size", "balanced", "--global-batch-size", N, "--sample-ms", "0.3,0.3", "--memory", "5,5")
+    done = train(tmp_path / "short", *FLAGS, *flags, "--max-epochs", 1, ranks=2)
+    equal = begun.result()
+    assert (done.code, equal.code) == (0, 0), done.output + equal.output
+    assert all(event["cause"] != "memory" for event in changes(done))  # no shares would be better
+    assert relative_error(done, equal) < 1e-10
+
+
 def test_a_rank_whose_memory_holds_no_sample_is_named_before_the_training(tmp_path: Path) -> None:
     done = train(tmp_path, *FLAGS, *BALANCED, "--memory", "99,0", "--max-epochs", 1, ranks=2)
     assert done.code == 1

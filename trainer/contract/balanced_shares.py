@@ -30,6 +30,15 @@ def slowest_ms(times: Sequence[ComputeTime], shares: Sequence[int]) -> float:
     return max(time.of(share) for time, share in zip(times, shares, strict=True))
 
 
+def attainable(bounds: Sequence[int], global_batch_size: int, *, least: int = 1) -> list[int]:
+    """Return the most samples of each rank; bounds and ``least`` are those of ``shares``.
+
+    Where the ranks together hold fewer than the global batch, each exceeds its bound by the same factor.
+    """
+    most = [max(bound, least) if bound else global_batch_size for bound in bounds]
+    return [bound * -(-global_batch_size // sum(most)) for bound in most]
+
+
 def shares(
     times: Sequence[ComputeTime], bounds: Sequence[int], global_batch_size: int, *, least: int = 1
 ) -> tuple[int, ...]:
@@ -39,13 +48,11 @@ def shares(
 
     Args:
         times: of each rank.
-        bounds: Most samples that the memory of each rank holds; 0: not known. Where the ranks together hold fewer
-            than the global batch, each exceeds its bound by the same factor.
+        bounds: Most samples that the memory of each rank holds; 0: not known. See ``attainable``.
         global_batch_size: The sum of the shares, at least ``least`` per rank.
         least: Least share of a rank: with tokens in place of samples, those of the longest sample.
     """
-    most = [max(bound, least) if bound else global_batch_size for bound in bounds]
-    most = [bound * -(-global_batch_size // sum(most)) for bound in most]
+    most = attainable(bounds, global_batch_size, least=least)
     ranks = range(len(times))
 
     def finished(level_ms: float) -> list[int]:

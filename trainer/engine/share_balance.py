@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from trainer import distributed
-from trainer.contract.balanced_shares import ComputeTime, shares, slowest_ms
+from trainer.contract.balanced_shares import ComputeTime, attainable, shares, slowest_ms
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
 from trainer.contract.record import RunDir, ShareChange, Step, decode_events
@@ -231,11 +231,10 @@ class ShareBalance:
             self._times = [ComputeTime(row[1] / _PER_MS, max(row[2], 1) / _PER_MS) for row in rows]
             self._report_measured()
         current = self._shares
-        if any(0 < bound < share for bound, share in zip(self._bounds, current, strict=True)):
+        most = attainable(self._bounds, self._total, least=self._least)
+        if any(share > bound for share, bound in zip(current, most, strict=True)):
             times = self._times or [ComputeTime(0.0, 1.0)] * len(current)
-            better = shares(times, self._bounds, self._total, least=self._least)
-            if better != tuple(current):
-                self._change_to(better, cause="memory", step=step)
+            self._change_to(shares(times, self._bounds, self._total, least=self._least), cause="memory", step=step)
             return
         if not measured:
             return

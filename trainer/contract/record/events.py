@@ -124,8 +124,8 @@ class ShareChange(Event, kw_only=True, tag="shares"):
     shares: list[Count]
     """Samples per micro-step of each rank from this step on; their sum stays."""
     cause: Literal["start", "measured", "memory", "resumed", "recorded"]
-    """``start``: equal shares; ``measured``: by the times below; ``memory``: a rank ran out of memory; ``resumed``: those
-    of the checkpoint; ``recorded``: those of another run's record."""
+    """``start``: equal shares; ``measured``: by the times below; ``memory``: a rank ran out of memory; ``resumed``: by
+    the checkpoint; ``recorded``: by the record of another run."""
     fixed_ms: list[FiniteFloat] | None = None
     """Compute of each rank that does not depend on its share; absent where nothing was measured."""
     per_sample_ms: list[FiniteFloat] | None = None
