@@ -90,11 +90,11 @@ def _shares(recipe: Recipe, plan: Plan) -> str:
     train = recipe.train
     if train.batch_size != "balanced":
         return ""
+    total = f"{train.global_batch_size:,} {'tokens' if train.max_tokens else 'samples'}"
     if train.shares_from:
-        return f"shares of {train.global_batch_size:,} samples as in the run of {printable(train.shares_from)}"
+        return f"shares of {total} as in the run of {printable(train.shares_from)}"
     shares = shares_text(equal_shares(train.global_batch_size, plan.world_size))
-    of = f"{train.global_batch_size:,} samples at the start"
-    return f"shares {shares} of {of}: equal, until the ranks have measured their speeds"
+    return f"shares {shares} of {total} at the start: equal, until the ranks have measured their speeds"
 
 
 def report(plan: Plan, name: str, *, shares: str = "") -> str:

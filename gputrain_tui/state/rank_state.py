@@ -81,7 +81,7 @@ class RankView:
     flops: ModelFlops | None = None
     """Operations of its samples, and the peak of its GPU; None until it has counted them since it was last started."""
     share: int | None = None
-    """Samples of a micro-step that it has of the global batch, where shares are balanced."""
+    """Samples, or tokens, of a micro-step that it has of the global batch, where shares are balanced."""
     fit: ComputeTime | None = None
     """Its compute as the shares' balance has measured it."""
     totals_window: deque[Totals] = field(default_factory=lambda: deque([ZERO_TOTALS], maxlen=WINDOW + 1))

@@ -13,7 +13,6 @@ MAX_CHANGES = 1000
 """Memory bound: a view shows the newest few."""
 CAUSES = {
     "start": "equal at the start",
-    "learned": "as earlier runs measured on these devices",
     "measured": "by measured speeds",
     "memory": "a rank ran out of memory",
     "resumed": "as before the start",

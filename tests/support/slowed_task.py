@@ -7,7 +7,7 @@ busy machine show the same; with ``work`` it is CPU time of the rank's own threa
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -52,6 +52,9 @@ class SlowedTask(Task):
         inputs = torch.randn(self.options.samples, 4, generator=generator, dtype=torch.float64)
         targets = inputs @ torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=torch.float64) + 0.25
         return {"train": TensorDataset(inputs, targets), "valid": TensorDataset(inputs[:37], targets[:37])}
+
+    def sizes(self, split: str) -> Sequence[int]:
+        return [1 + index * 7 % 6 for index in range(self.options.samples if split == "train" else 37)]
 
     def model(self) -> nn.Module:
         layers: list[nn.Module] = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)]

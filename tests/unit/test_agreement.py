@@ -17,6 +17,7 @@ class SimulatedRanks:
     now: float = 0.0
     begun: list[list[Sequence[int]]] = field(default_factory=list)
     requests: dict[int, LoopRequests] = field(default_factory=dict)
+    most_updates: int = 1 << 30
     rounds: list[int] = field(default_factory=list)
     """Which collective each rank is at."""
     ranks: list[Agreement] = field(default_factory=list)
@@ -30,6 +31,7 @@ class SimulatedRanks:
                     self._begin(rank),
                     lambda rank=rank: self.requests.get(rank, NONE),  # type: ignore[misc]
                     leads=rank == 0,
+                    most_updates=self.most_updates,
                     now=lambda rank=rank: self.now * (1 + rank),  # type: ignore[misc]
                 )
             )
@@ -76,6 +78,16 @@ def test_agreements_are_about_half_a_second_apart(step_s: float) -> None:
     while ranks.now < 60:
         ranks.step()
     assert 100 <= len(ranks.begun) <= 140
+
+
+def test_numbers_are_agreed_on_by_maximum_after_a_few_updates_at_most() -> None:
+    ranks = SimulatedRanks(0.0005, most_updates=4)
+    for _ in range(1000):
+        ranks.step()
+    assert 240 <= len(ranks.begun) <= 260
+    ranks.requests = {rank: LoopRequests(numbers=[rank == 0, 7 * rank, 9 - rank]) for rank in range(3)}
+    agreed = [ranks.step() for _ in range(6)]
+    assert [LoopRequests(numbers=(1, 14, 9))] * 3 in agreed
 
 
 def test_after_updates_that_have_become_longer_the_next_agreement_comes_at_once() -> None:

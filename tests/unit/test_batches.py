@@ -17,7 +17,7 @@ from trainer.contract.options import Training
 from trainer.data.batches import EvalBatches, Position
 from trainer.data.epoch_order import epoch_order
 from trainer.data.loader import MicroBatch, pinned
-from trainer.data.shares import rank_batch_sizes
+from trainer.data.shares import TokenLimit, rank_batch_sizes
 
 # ------------------------------------------------------------------------------------------------------- the shares
 
@@ -464,3 +464,28 @@ def test_the_order_of_balanced_batches_does_not_depend_on_the_shares() -> None:
         readers = [batches(60, sizes, rank, lengths=lengths, balanced=True) for rank in range(2)]
         orders.append([samples_of(update) for update in zip(*(read(reader, 1) for reader in readers), strict=True)])
     assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_shares_of_tokens_divide_each_batch_and_keep_to_the_ranks_limit(seed: int) -> None:
+    source = random.Random(seed)
+    lengths = [source.randint(1, 20) for _ in range(200)]
+    ranks, total, most = 3, 150, 90
+    options: dict[str, Any] = {"lengths": lengths, "limit": TokenLimit(max_tokens=total), "balanced": True}
+    readers = [batches(200, equal_shares(total, ranks), rank, **options) for rank in range(ranks)]
+    seen: list[int] = []
+    for updates in zip(*(reader.updates(1) for reader in readers), strict=True):
+        sizes = readers[0].batch_sizes
+        micros = [next(iter(update)) for update in updates]
+        whole = [sample for micro in micros if micro.samples for sample in micro.batch]
+        longest = max(lengths[sample] for sample in whole)
+        assert len(whole) * longest <= total
+        for share, micro in zip(sizes, micros, strict=True):
+            assert micro.samples * longest < share + longest
+            assert micro.samples * longest <= most
+        seen += whole
+        first = source.randint(20, most - 20)
+        second = source.randint(max(20, total - first - most + 20), min(most - 20, total - first - 20))
+        for reader in readers:
+            reader.set_batch_sizes([first, second, total - first - second])
+    assert sorted(seen) == list(range(200))

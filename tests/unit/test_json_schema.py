@@ -73,10 +73,16 @@ RULES: list[tuple[str, dict[str, Any], str]] = [
     ("train", {"required_batch_size_multiple": 2}, r"train\.required_batch_size_multiple cuts the batches"),
     ("train", {"batch_size": [1, 2], "max_tokens": 9}, r"train\.batch_size has \d+ values, but train\.max_tokens"),
     ("train", {"global_batch_size": 9}, r"train\.global_batch_size is what train\.batch_size balanced divides"),
+    ("train", {"shares_from": "x"}, r"train\.shares_from repeats the shares of train\.batch_size balanced"),
+    (
+        "train",
+        {"batch_size": "balanced", "global_batch_size": 9, "max_tokens": 9, "drop_last": True},
+        r"train\.drop_last leaves out what does not fill",
+    ),
     ("train", {"batch_size": "balanced"}, r"train\.batch_size is balanced, which needs train\.global_batch_size"),
     (
         "train",
-        {"batch_size": "balanced", "global_batch_size": 9, "max_tokens": 9},
+        {"batch_size": "balanced", "global_batch_size": 9, "fix_batches_to_gpus": True},
         r"train\.batch_size is balanced, so the ranks' shares change",
     ),
     ("train", {"task": "mnist", "max_tokens": 9}, r"train\.max_tokens needs the tokens of each sample"),

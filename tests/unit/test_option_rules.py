@@ -81,11 +81,13 @@ CONTRADICTIONS: dict[str, Values] = {
         "global_batch_size": 64,
         "fix_batches_to_gpus": True,
     },
-    "--batch-size is balanced, so the ranks' shares change, but --max-tokens makes batches of its own: leave": {
+    "--drop-last leaves out what does not fill the batch of every rank, but with --batch-size balanced and": {
         "batch_size": "balanced",
         "global_batch_size": 64,
         "max_tokens": 8,
+        "drop_last": True,
     },
+    "--shares-from repeats the shares of --batch-size balanced: give that, or leave it out": {"shares_from": "run"},
     "--ema-start needs --ema-decay, the decay of the average that begins there": {"ema_start": 5},
     "--lr-scheduler is wsd, which needs --decay-updates, the optimizer steps of its decay": {"lr_scheduler": "wsd"},
     "--decay-updates is of --lr-scheduler wsd, and that is fixed: leave one of them out": {"decay_updates": 3},

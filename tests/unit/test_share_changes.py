@@ -147,7 +147,7 @@ def test_the_rank_table_has_a_column_of_shares_only_where_they_are_balanced() ->
 
 def test_the_rank_screen_shows_share_and_fit() -> None:
     shown = {name: value for name, value, _ in facts(seen(START, MEASURED), 1, 2000.0)}
-    assert (shown["share"], shown["fixed ms"], shown["ms per sample"]) == ("16", "2.000", "1.940")
+    assert (shown["share"], shown["fixed ms"], shown["ms per unit"]) == ("16", "2.000", "1.940")
     assert not {"share", "fixed ms"} & {name for name, *_ in facts(seen(), 1, 2000.0)}
 
 
@@ -159,6 +159,7 @@ def test_the_findings_view_lists_the_newest_changes() -> None:
     ]
     texts = [row_text(row) for row in draw_findings(entries[:1], 160, 4)]
     assert "run       shares" in texts[1]
+    assert texts[0].startswith("findings 0  1 change of shares")
 
 
 def test_work_before_a_change_of_shares_is_not_compared_with_work_after_it() -> None:

@@ -30,25 +30,35 @@ def slowest_ms(times: Sequence[ComputeTime], shares: Sequence[int]) -> float:
     return max(time.of(share) for time, share in zip(times, shares, strict=True))
 
 
-def shares(times: Sequence[ComputeTime], bounds: Sequence[int], global_batch_size: int) -> tuple[int, ...]:
-    """Return the samples of each rank, at least 1, with which the slowest rank takes the least time.
+def attainable(bounds: Sequence[int], global_batch_size: int, *, least: int = 1) -> list[int]:
+    """Return the most samples of each rank; bounds and ``least`` are those of ``shares``.
+
+    Where the ranks together hold fewer than the global batch, each exceeds its bound by the same factor.
+    """
+    most = [max(bound, least) if bound else global_batch_size for bound in bounds]
+    return [bound * -(-global_batch_size // sum(most)) for bound in most]
+
+
+def shares(
+    times: Sequence[ComputeTime], bounds: Sequence[int], global_batch_size: int, *, least: int = 1
+) -> tuple[int, ...]:
+    """Return the samples of each rank, ``least`` or more, with which the slowest rank takes the least time.
 
     Each sample goes to the rank that would have finished it first. So a rank that gets faster never loses a sample.
 
     Args:
         times: of each rank.
-        bounds: Most samples that the memory of each rank holds; 0: not known. Where the ranks together hold fewer
-            than the global batch, each exceeds its bound by the same factor.
-        global_batch_size: The sum of the shares, at least 1 per rank.
+        bounds: Most samples that the memory of each rank holds; 0: not known. See ``attainable``.
+        global_batch_size: The sum of the shares, at least ``least`` per rank.
+        least: Least share of a rank: with tokens in place of samples, those of the longest sample.
     """
-    most = [bound or global_batch_size for bound in bounds]
-    most = [bound * -(-global_batch_size // sum(most)) for bound in most]
+    most = attainable(bounds, global_batch_size, least=least)
     ranks = range(len(times))
 
     def finished(level_ms: float) -> list[int]:
         """Return the samples that each rank has finished at a time."""
         done = [int((level_ms - time.fixed_ms) / time.per_sample_ms) for time in times]
-        return [max(1, min(samples, bound)) for samples, bound in zip(done, most, strict=True)]
+        return [max(least, min(samples, bound)) for samples, bound in zip(done, most, strict=True)]
 
     low, high = 0.0, max(time.of(global_batch_size) for time in times)
     for _ in range(60):

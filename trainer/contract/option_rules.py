@@ -211,14 +211,21 @@ def _of_batch_size(options: Training, named: Named) -> Iterator[tuple[str, str]]
     if not options.global_batch_size:
         yield (
             "batch_size",
-            f"is balanced, which needs {named('global_batch_size')}, the samples of all ranks together in a micro-step",
+            f"is balanced, which needs {named('global_batch_size')}, the samples of all ranks together in a micro-step "
+            f"(the tokens with {named('max_tokens')})",
         )
-    for name, reason in (
-        ("max_tokens", "makes batches of its own"),
-        ("fix_batches_to_gpus", "gives each rank the same batches in every epoch"),
-    ):
-        if getattr(options, name):
-            yield ("batch_size", f"is balanced, so the ranks' shares change, but {named(name)} {reason}: leave one out")
+    if options.fix_batches_to_gpus:
+        yield (
+            "batch_size",
+            f"is balanced, so the ranks' shares change, but {named('fix_batches_to_gpus')} gives each rank the same "
+            "batches in every epoch: leave one out",
+        )
+    if options.max_tokens and options.drop_last:
+        yield (
+            "drop_last",
+            f"leaves out what does not fill the batch of every rank, but with {named('batch_size')} balanced and "
+            f"{named('max_tokens')} every rank gets a part of every batch: leave it out",
+        )
 
 
 def _of_optimizer(options: Training, named: Named) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,7 @@ from trainer.contract.errors import RequestError
 from trainer.data.dataset import SizedDataset
 from trainer.data.epoch_order import OrderPlan, sizes_in_order
 from trainer.data.loader import BatchLoader, Collate, MicroBatch, mix_seed
-from trainer.data.shares import MicroSteps, Shares, TokenLimit, token_micro_steps
+from trainer.data.shares import MicroSteps, Shares, TokenLimit, shared_micro_steps, token_micro_steps
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class EpochBatches:
         batch. With a ``limit`` batches are made by tokens, and of ``batch_sizes`` (samples per micro-step of each rank)
         only the number counts. ``fix_batches``: every rank has the same batches in every epoch, in another order.
         ``drop_last`` leaves out the samples at an epoch's end that do not fill the batch of every rank. ``balanced``
-        batch sizes change within an epoch, whose order does not depend on them.
+        batch sizes change within an epoch, whose order does not depend on them; with a ``limit``, that of a batch of
+        all ranks, they are tokens.
 
         Raises:
             RequestError: too few samples to give every rank a batch, or not one length per sample.
@@ -112,8 +113,13 @@ class EpochBatches:
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Samples per micro-step of each rank, where batches are not made by tokens."""
+        """Samples per micro-step of each rank; tokens where batches are made by tokens and balanced."""
         return self._shares.batch_sizes
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample, where batches are made by tokens; else 0."""
+        return int(self._lengths.max()) if self._own_plan.max_tokens and self._lengths is not None else 0
 
     def set_batch_sizes(self, batch_sizes: Sequence[int]) -> None:
         """Divide the next updates among the ranks in another way; all ranks call it after the same update."""
@@ -123,7 +129,7 @@ class EpochBatches:
     def _check_size(self) -> None:
         world_size = len(self._shares.batch_sizes)
         dropping = " with --drop-last" if self._shares.drop_last else ""
-        if self._plan.max_tokens:
+        if self._plan.max_tokens and not self._balanced:
             batches = len(self._order()[1])
             if batches < world_size:
                 raise RequestError(
@@ -131,7 +137,12 @@ class EpochBatches:
                     f"{world_size} ranks need at least {world_size}, or some rank never gets a batch: use fewer ranks "
                     "or a smaller --max-tokens"
                 )
-        elif self.samples < self._shares.needed:
+        elif self._balanced and self.samples < (world_size if self._plan.max_tokens else self._shares.total):
+            raise RequestError(
+                f"the training data has {self.samples} samples, too few for a global batch of {self._shares.total} on "
+                f"{world_size} ranks: give a smaller --global-batch-size"
+            )
+        elif not self._balanced and self.samples < self._shares.needed:
             sizes = sorted(set(self._shares.batch_sizes))
             raise RequestError(
                 f"the training data has {self.samples} samples, but {world_size} ranks with a batch size of "
@@ -213,6 +224,8 @@ class EpochBatches:
             ends = [end for end in ends if end > consumed]
         else:  # the epoch was begun with other batches
             ends = [consumed + end for end in limit.ends(sizes_in_order(self._lengths, order)[consumed:])]
+        if self._balanced:
+            return shared_micro_steps(consumed, ends, shares)
         world_size = len(shares.batch_sizes)
         return token_micro_steps(consumed, ends, rank=shares.rank, world_size=world_size, drop_last=shares.drop_last)
 

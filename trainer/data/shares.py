@@ -125,6 +125,25 @@ class TokenLimit:
         return (samples + 1) * longest > self.max_tokens or 0 < self.max_samples <= samples
 
 
+def shared_micro_steps(begin: int, ends: Sequence[int], shares: Shares) -> MicroSteps:
+    """Divide each batch of tokens among all ranks, in proportion to their shares: each gets a slice of its samples.
+
+    The samples of a batch have similar lengths, so a rank's tokens are its share to within one sample.
+    """
+    begins = [begin, *ends[:-1]] if ends else []
+    before, total = sum(shares.batch_sizes[: shares.rank]), shares.total
+    after = before + shares.batch_sizes[shares.rank]
+
+    def end(start: int) -> int:
+        return ends[bisect_left(begins, start)]
+
+    def bounds(start: int) -> tuple[int, int]:
+        samples = end(start) - start
+        return start + samples * before // total, start + samples * after // total
+
+    return MicroSteps(begins, end, bounds)
+
+
 def token_micro_steps(
     begin: int, ends: Sequence[int], *, rank: int, world_size: int, drop_last: bool = False
 ) -> MicroSteps:

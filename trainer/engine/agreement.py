@@ -64,7 +64,7 @@ class Agreement:
         if self._pending is not None:
             stop, end, save, interval, *numbers = self._pending()
             self._pending = None
-            agreed = LoopRequests(stop=bool(stop), end=bool(end), save=bool(save), numbers=numbers)
+            agreed = LoopRequests(stop=bool(stop), end=bool(end), save=bool(save), numbers=tuple(numbers))
             if not self._rescheduled:
                 self._due = self._last_update + interval
         if update >= self._due:

@@ -237,7 +237,7 @@ class Loop:
         items.begin_step(update, step=step)
         self._data_rank = update.data_rank
         loss_sum: Tensor | float = 0.0
-        for micro, last in self._balance.micro_batches(update):
+        for micro, last in self._balance.micro_batches(update, step=step):
             meter.lap("data")
             batch = self._to_device(micro.batch)
             meter.lap("h2d")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -159,10 +159,13 @@ def training_batches(
     }
     limit = token_limit(options)
     if not is_stream(dataset):
+        lengths = sample_lengths(task, "train", dataset, limit)
+        if limit is not None and lengths and options.batch_size == "balanced":
+            limit = _balanced_limit(limit, lengths, options, ctx.world_size)
         return EpochBatches(
             cast(SizedDataset, dataset),
             shuffle=options.shuffle,
-            lengths=sample_lengths(task, "train", dataset, limit),
+            lengths=lengths,
             limit=limit,
             curriculum=options.curriculum,
             fix_batches=options.fix_batches_to_gpus,
@@ -220,9 +223,23 @@ def token_limit(options: Training) -> TokenLimit | None:
     """Return the limits on a batch's tokens and samples; None without ``--max-tokens``."""
     if not options.max_tokens:
         return None
-    assert options.batch_size != "balanced", "refused with --max-tokens"
-    (most,) = options.batch_size or (0,)
+    most = options.batch_size[0] if isinstance(options.batch_size, tuple) else 0
     return TokenLimit(max_tokens=options.max_tokens, max_samples=most, multiple=options.required_batch_size_multiple)
+
+
+def _balanced_limit(limit: TokenLimit, lengths: Sequence[int], options: Training, world_size: int) -> TokenLimit:
+    """Return the limits of a batch of all ranks; each rank's part of it keeps to ``--max-tokens``."""
+    limit.require_fit(lengths, "train")
+    longest = max(lengths)
+    low, high = world_size * longest, world_size * (options.max_tokens - longest)
+    if not low <= options.global_batch_size <= high:
+        # A part exceeds the rank's share by a sample at most.
+        most = f" to {high}" if high >= low else f", and a --max-tokens of {2 * longest} or more"
+        raise RequestError(
+            f"--global-batch-size is {options.global_batch_size} tokens, but for {world_size} ranks with samples of up "
+            f"to {longest} tokens and --max-tokens {options.max_tokens} it must be {low}{most}"
+        )
+    return replace(limit, max_tokens=options.global_batch_size)
 
 
 def sample_lengths(task: Task, split: str, dataset: Any, limit: TokenLimit | None) -> Sequence[int] | None:

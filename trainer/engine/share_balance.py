@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from trainer import distributed
-from trainer.contract.balanced_shares import ComputeTime, shares, slowest_ms
+from trainer.contract.balanced_shares import ComputeTime, attainable, shares, slowest_ms
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
 from trainer.contract.record import RunDir, ShareChange, Step, decode_events
@@ -79,16 +79,17 @@ def next_shares(
     now: Sequence[ComputeTime],
     bounds: Sequence[int],
     global_batch_size: int,
+    least: int = 1,
 ) -> tuple[int, ...] | None:
     """Return better shares by two measurements that follow each other; None if the current ones stay.
 
     The shares that the first one suggests must bring ``MIN_GAIN`` by the second one too: what passes, and noise, which
     differs between the two, moves nothing.
     """
-    suggested = shares(before, bounds, global_batch_size)
+    suggested = shares(before, bounds, global_batch_size, least=least)
     if slowest_ms(now, suggested) * (1 + MIN_GAIN) > slowest_ms(now, current):
         return None
-    better = shares(now, bounds, global_batch_size)
+    better = shares(now, bounds, global_batch_size, least=least)
     return None if better == tuple(current) else better
 
 
@@ -116,6 +117,11 @@ class ShareBalance:
         self._fit = RankFit()
         self._recorded = None if options.shares_from is None else self._read(options.shares_from)
         """Shares by their first step, to be repeated; None measures."""
+        self._longest = train.longest
+        """Tokens of the longest sample, if shares are tokens; else 0."""
+        self._unit = "tokens" if self._longest else "samples"
+        # A rank's part of a batch exceeds its share by one sample at most.
+        self._limit = max(options.max_tokens - self._longest, 0)
         self._bounds = [0] * ctx.world_size
         """Agreed bounds by memory; 0: none."""
         self._own_bound = 0
@@ -135,6 +141,8 @@ class ShareBalance:
         """Measure anew from a step on, which is the first with these shares."""
         self._first_step = step
         self._values: list[float] = []
+        self._made: dict[int, int] = {}
+        """Micro-steps of each step that was made with whole shares and not yet measured."""
         self._windows = self._agreed_windows = 0
         self._before: list[ComputeTime] = []
 
@@ -147,11 +155,15 @@ class ShareBalance:
             self._write(ShareChange(time=time.time(), step=step, previous=[], shares=self._shares, cause=self._cause))
 
     @property
+    def _least(self) -> int:
+        return self._longest or 1
+
+    @property
     def _shares(self) -> list[int]:
         return list(self._train.batch_sizes)
 
-    def micro_batches(self, update: Update) -> Iterator[tuple[MicroBatch, bool]]:
-        """Yield the micro-batches of an update, each with whether it is the last; in parts if memory demands it.
+    def micro_batches(self, update: Update, *, step: int) -> Iterator[tuple[MicroBatch, bool]]:
+        """Yield the micro-batches of a step, each with whether it is the last; in parts if memory demands it.
 
         The parts add up to the same gradient, so that no other rank needs to know.
         """
@@ -160,14 +172,18 @@ class ShareBalance:
             if not self.enabled:
                 yield micro, last
                 continue
+            share = self._train.batch_sizes[self._ctx.rank]
             # All ranks try at the same updates, for the sake of collectives in a model's forward pass.
-            whole = update.global_samples == self._total * update.micro_steps
+            whole = bool(self._longest) or update.global_samples == self._total * update.micro_steps
+            if whole and index == 1 and self._measures:
+                self._made[step] = update.micro_steps
             if self._untried and self._tries and whole and index == 1:
                 self._untried -= 1
                 if (most := self._trial.most_samples(micro)) < micro.samples:
-                    self._own_bound = most
-            if 0 < self._own_bound < micro.samples and divides(micro):
-                parts = in_parts(micro, self._own_bound)
+                    self._own_bound = max(share * most // micro.samples, 1) if self._longest else most
+            most = micro.samples * self._own_bound // share if self._longest else self._own_bound
+            if self._own_bound and (most := max(most, 1)) < micro.samples and divides(micro):
+                parts = in_parts(micro, most)
                 for part in parts:
                     yield part, last and part is parts[-1]
             else:
@@ -187,9 +203,8 @@ class ShareBalance:
     def _measure(self, steps: Sequence[Step]) -> None:
         share = self._shares[self._ctx.rank]
         for step in steps:
-            # The last micro-steps of an epoch may have fewer samples.
-            micro_steps, left = divmod(step.samples or 0, share)
-            if step.step < self._first_step or left or not micro_steps:
+            micro_steps = self._made.pop(step.step, 0)  # none where the epoch's end has fewer samples
+            if step.step < self._first_step or not micro_steps:
                 continue
             if step.step_ms is None or step.sync_exposed_ms is None:
                 continue
@@ -209,25 +224,27 @@ class ShareBalance:
             return
         rows = [numbers[at : at + _NUMBERS] for at in range(0, len(numbers), _NUMBERS)]
         windows = min(row[0] for row in rows)
-        self._bounds = [row[3] for row in rows]
+        self._bounds = [min(row[3] or self._limit, self._limit or row[3]) for row in rows]
         measured = windows > self._agreed_windows
         if measured:
             self._agreed_windows = windows
             self._times = [ComputeTime(row[1] / _PER_MS, max(row[2], 1) / _PER_MS) for row in rows]
             self._report_measured()
         current = self._shares
-        if any(0 < bound < share for bound, share in zip(self._bounds, current, strict=True)):
+        most = attainable(self._bounds, self._total, least=self._least)
+        if any(share > bound for share, bound in zip(current, most, strict=True)):
             times = self._times or [ComputeTime(0.0, 1.0)] * len(current)
-            better = shares(times, self._bounds, self._total)
-            if better != tuple(current):
-                self._change_to(better, cause="memory", step=step)
+            self._change_to(shares(times, self._bounds, self._total, least=self._least), cause="memory", step=step)
             return
         if not measured:
             return
         before, self._before = self._before, self._times
-        if before and (better_shares := next_shares(current, before, self._times, self._bounds, self._total)):
-            self._change_to(better_shares, cause="measured", step=step)
-        elif before:
+        if not before:
+            return
+        next_ones = next_shares(current, before, self._times, self._bounds, self._total, self._least)
+        if next_ones is not None:
+            self._change_to(next_ones, cause="measured", step=step)
+        elif not self._longest:
             self._tell_slow()
 
     def _change_to(self, new: Sequence[int], *, cause: Any, step: int) -> None:
@@ -245,7 +262,7 @@ class ShareBalance:
         self._begin(step)
         self._change = change
         self._write(change)
-        text = f"from step {step} on the ranks' shares are {_listed(new)} samples, not {_listed(previous)}"
+        text = f"from step {step} on the ranks' shares are {_listed(new)} {self._unit}, not {_listed(previous)}"
         if cause == "memory":
             out = [rank for rank, share in enumerate(previous) if 0 < self._bounds[rank] < share]
             text += f", for rank {_listed(out)} ran out of memory"

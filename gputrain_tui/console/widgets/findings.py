@@ -26,6 +26,8 @@ from trainer.contract.record import Failure, Finding, ShareChange
 
 NARROW_CELLS = 56
 """Cells of a panel below which a message begins on a line of its own, if the lines suffice."""
+SHARES = "shares"
+"""First part of the key of a change of the ranks' shares, which is listed and is no finding."""
 DETAIL_INDENT_CELLS = 3
 """Cells before a line below the first one of an entry."""
 
@@ -115,7 +117,7 @@ def _failed(failure: Failure) -> FindingEntry:
 
 def _changed(change: ShareChange) -> FindingEntry:
     return FindingEntry(
-        key=("shares", None, change.step),
+        key=(SHARES, None, change.step),
         time=change.time,
         severity="info",
         rank=None,
@@ -153,8 +155,10 @@ def draw_findings(
         text = "nothing to report: no rank stands out" if watching else "nothing was found"
         return [title_row(width, [("findings", "title")]), *centred_text(width, height - 1, [text])]
     cleared = sum(entry.cleared for entry in entries)
-    left: Row = [("findings", "title"), (" ", "base"), (f"{len(entries) - cleared:,}", "bright")]
+    changes = sum(entry.key[0] == SHARES for entry in entries)
+    left: Row = [("findings", "title"), (" ", "base"), (f"{len(entries) - cleared - changes:,}", "bright")]
     left += [(f"  {cleared:,} cleared", "dim")] if cleared else []
+    left += [(f"  {changes} change{'s' * (changes > 1)} of shares", "dim")] if changes else []
     title = title_row(width, left, [[("⏎ evidence and advice", "dim")]] if focused else [])
     shown = _shown(entries, width, height - 1, cursor, opened=opened, focused=focused)
     return fit_rows([title, *(row for _, row in shown)], width, height)

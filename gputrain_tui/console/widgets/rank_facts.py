@@ -40,7 +40,7 @@ def facts(state: RunState, rank: int, now: float, *, standing_still: bool = Fals
         rates["samples"] = f"{view.totals.samples:,}"
     share = {} if view.share is None else {"share": f"{view.share:,}"}
     if view.fit is not None:
-        share |= {"fixed ms": format_value(view.fit.fixed_ms), "ms per sample": format_value(view.fit.per_sample_ms)}
+        share |= {"fixed ms": format_value(view.fit.fixed_ms), "ms per unit": format_value(view.fit.per_sample_ms)}
     figures = {
         "last report": reported,
         "step": f"{view.step:,}" if last else EMPTY,

@@ -120,7 +120,8 @@ class TrainingPlan(Event, kw_only=True, tag="training_plan"):
 class ShareChange(Event, kw_only=True, tag="shares"):
     """The ranks divide the global batch in another way from a step on; written by rank 0. Times are of one micro-step.
 
-    It is written again, with ``measured_ms``, once the new shares were measured.
+    With ``max_tokens`` shares are tokens, and so are bounds and the sample of a time. It is written again, with
+    ``measured_ms``, once the new shares were measured.
     """
 
     step: StepNumber
@@ -129,9 +130,9 @@ class ShareChange(Event, kw_only=True, tag="shares"):
     """Samples per micro-step of each rank before; empty at the start."""
     shares: list[Count]
     """Samples per micro-step of each rank from this step on; their sum stays."""
-    cause: Literal["start", "learned", "measured", "memory", "resumed", "recorded"]
-    """``start``: equal shares; ``learned``: by what earlier runs measured on these devices; ``measured``: by the times
-    below; ``memory``: a rank ran out of memory; ``resumed``: those of the checkpoint; ``recorded``: by a record."""
+    cause: Literal["start", "measured", "memory", "resumed", "recorded"]
+    """``start``: equal shares; ``measured``: by the times below; ``memory``: a rank ran out of memory; ``resumed``: by
+    the checkpoint; ``recorded``: by the record of another run."""
     fixed_ms: list[FiniteFloat] | None = None
     """Compute of each rank that does not depend on its share; absent where nothing was measured."""
     per_sample_ms: list[FiniteFloat] | None = None

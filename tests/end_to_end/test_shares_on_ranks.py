@@ -66,6 +66,19 @@ def test_shares_that_change_learn_what_equal_ones_learn(
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-9)
 
 
+def test_shares_of_tokens_change_and_learn_what_one_rank_learns(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
+    tokens = ("--batch-size", "balanced", "--global-batch-size", 96, "--max-tokens", 90, "--max-epochs", 1)
+    one = ("--batch-size", "balanced", "--global-batch-size", 96, "--max-tokens", 102, "--max-epochs", 1)
+    begun = pool.submit(train, tmp_path / "one", *FLAGS, *one, "--sample-ms", "0")
+    done = train(tmp_path / "balanced", *FLAGS, *tokens, "--sample-ms", "0.1,0.8", ranks=2)
+    alone = begun.result()
+    assert (done.code, alone.code) == (0, 0), done.output + alone.output
+    assert changes(done)[0]["shares"][0] > 48
+    assert all(sum(event["shares"]) == 96 and max(event["shares"]) <= 84 for event in changes(done))
+    assert sum(event["samples"] for event in done.events_of("step")) == N * 45 + 7
+    assert relative_error(done, alone) < 1e-10
+
+
 @pytest.fixture(scope="module")
 def balanced(tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
     """A training whose shares have changed, stopped within its second epoch."""
@@ -142,6 +155,18 @@ def test_a_rank_that_runs_out_of_memory_gets_less_and_the_run_goes_on(pool: Thre
         assert changes(done)[-1]["bounds"] == [14, 9]
 
 
+def test_ranks_whose_memory_together_holds_less_than_the_batch_compute_it_in_parts(
+    pool: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    begun = pool.submit(train, tmp_path / "equal", *FLAGS, *EQUAL, "--max-epochs", 1, ranks=2)
+    flags = ("--batch-size", "balanced", "--global-batch-size", N, "--sample-ms", "0.3,0.3", "--memory", "5,5")
+    done = train(tmp_path / "short", *FLAGS, *flags, "--max-epochs", 1, ranks=2)
+    equal = begun.result()
+    assert (done.code, equal.code) == (0, 0), done.output + equal.output
+    assert all(event["cause"] != "memory" for event in changes(done))  # no shares would be better
+    assert relative_error(done, equal) < 1e-10
+
+
 def test_a_rank_whose_memory_holds_no_sample_is_named_before_the_training(tmp_path: Path) -> None:
     done = train(tmp_path, *FLAGS, *BALANCED, "--memory", "99,0", "--max-epochs", 1, ranks=2)
     assert done.code == 1
@@ -171,6 +196,11 @@ def test_a_rank_that_is_too_slow_even_with_one_sample_is_told_once(tmp_path: Pat
             (*BALANCED, "--buffers"),
             "the model has a batch norm, which needs batches of at least 2 samples, but a share of --batch-size "
             "balanced may be 1: give a --batch-size of one value per rank",
+        ),
+        (
+            ("--batch-size", "balanced", "--global-batch-size", 96, "--max-tokens", 50),
+            "--global-batch-size is 96 tokens, but for 2 ranks with samples of up to 6 tokens and --max-tokens 50 it "
+            "must be 12 to 88",
         ),
         ((*BALANCED, "--shares-from", "/nowhere"), "--shares-from /nowhere: /nowhere/events/0.ndjson cannot be read"),
     ],
