@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from gputrain_tui.hosts.host_agent import (
     TOKEN,
     await_agent,
     home_folder,
+    identity_of,
     is_alive,
     read_object,
     send_signals,
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 """Interval at which a session sends the growth of the record; each costs the launching side time per rank."""
+BROKEN_S = 0.3
+"""Time in which the ssh server of a broken connection ends."""
 PART_BYTES = 1 << 18
 ROUND_BYTES = 1 << 20
 """Most bytes of the record that are sent before calls are answered again."""
@@ -81,6 +85,7 @@ def node(server: CallServer, request: Mapping[str, Any]) -> int:
     agent = session.agent = await_agent(session.folder)
     server.node_runs = True
     server.limit_life()
+    server.at_end = session.end
     server.of_node = {"beat": session.beat, "stop": session.stop, "stacks": session.stacks}
     started = {"shared": session.shared, "run_dir": str(session.run_dir), "agent": agent}
     server.send(frame(call, "started", started))
@@ -92,7 +97,7 @@ def node(server: CallServer, request: Mapping[str, Any]) -> int:
         frames, size = session.growth(call)
         server.send(*frames)
         if code is not None and not frames:
-            server.of_node = {}
+            server.of_node, server.at_end = {}, lambda: None
             return code
         server.serve(POLL_S if code is None and size < ROUND_BYTES else 0)
 
@@ -115,6 +120,8 @@ class Session:
         self._replaced: dict[str, tuple[int, int]] = {}
         """Modification time in ns and size of each replaced file when it was last sent."""
         self._stop_level = StopLevel.NONE
+        self._ssh_server = identity_of(os.getppid())
+        """The process that serves this connection, or a shell that it has started."""
 
     def extend_record(self, torn: Collection[str]) -> None:
         """Give the node's files here the sizes that they have on the launching side, where the record is whole.
@@ -137,6 +144,13 @@ class Session:
     def beat(self, _: Mapping[str, Any]) -> None:
         with suppress(OSError):  # on a full disk the node goes on while its ranks make steps
             write_heartbeat(self.folder, leased=self._leased)
+
+    def end(self) -> None:
+        """Tell the agent that the launching side is gone, unless the connection broke, and with it the ssh server."""
+        time.sleep(BROKEN_S)
+        if is_alive(self._ssh_server):
+            with suppress(OSError):
+                write_heartbeat(self.folder, leased=self._leased, gone=True)
 
     def stop(self, request: Mapping[str, Any]) -> None:
         """Send the node a stop request of a higher level than before, or end its agent and with it the node."""
