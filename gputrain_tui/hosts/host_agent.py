@@ -161,7 +161,7 @@ def _run_agent(
     code = node.wait()
     kill_descendants(run=str(run_dir))
     delete_temporary_folders(run_dir, [request["node"]])
-    _write(folder / EXIT, {"code": code})
+    _write(folder / EXIT, {"code": code, "cut_off": code != 0 and kill_at is not None})
 
 
 def _kill_session(node: subprocess.Popen[bytes]) -> None:

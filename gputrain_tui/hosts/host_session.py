@@ -28,7 +28,7 @@ from gputrain_tui.hosts.host_agent import (
     start_agent,
     write_heartbeat,
 )
-from gputrain_tui.hosts.host_frames import MAX_DATA_BYTES, HostFrame, frame
+from gputrain_tui.hosts.host_frames import MAX_DATA_BYTES, HostFrame, RefusedCallError, frame
 from trainer.contract.stop_level import StopLevel
 from trainer.host.ports import free_port as find_free_port
 from trainer.host.stop_request import signal_of
@@ -98,6 +98,8 @@ def node(server: CallServer, request: Mapping[str, Any]) -> int:
         server.send(*frames)
         if code is not None and not frames:
             server.of_node, server.at_end = {}, lambda: None
+            if session.cut_off:
+                raise RefusedCallError("it heard no more of the launching side, and so it ended its ranks")
             return code
         server.serve(POLL_S if code is None and size < ROUND_BYTES else 0)
 
@@ -120,6 +122,8 @@ class Session:
         self._replaced: dict[str, tuple[int, int]] = {}
         """Modification time in ns and size of each replaced file when it was last sent."""
         self._stop_level = StopLevel.NONE
+        self.cut_off = False
+        """Whether the agent has ended the node, as the launching side was not heard of for too long."""
         self._ssh_server = identity_of(os.getppid())
         """The process that serves this connection, or a shell that it has started."""
 
@@ -173,6 +177,7 @@ class Session:
         alive = is_alive(self.agent) or is_alive(self.agent["node"])
         ended = read_object(self.folder / EXIT)  # read last: a process that has ended wrote it before
         if ended is not None:
+            self.cut_off = ended["cut_off"]
             return int(ended["code"])
         return None if alive else -signal.SIGKILL
 

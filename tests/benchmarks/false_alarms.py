@@ -217,9 +217,9 @@ DISTURBANCES = (
     ),
     *(
         Disturbance(
-            name=f"launcher and one host cut for 60 s, {what} of {SLOW_S} s",
+            name=f"launcher and one host cut for 45 s, {what} of {SLOW_S} s",
             meet=cut_off_while_slow(what),
-            seconds=60,
+            seconds=45,
             **words,
         )
         for what, words in SLOW_TASKS.items()
