@@ -29,7 +29,7 @@ from trainer.host.stop_request import LEASE, NOW_SIGNAL
 from trainer.host.temporary_folder import delete_temporary_folders
 
 LEASE_S = 3.0
-"""Time that the node of a leased run goes on without a session: long enough to reopen a broken connection."""
+"""Time that the node of a leased run goes on once the launching side is gone, if no other one opens a session."""
 LEAVE_S = 3.0
 """Time that a node may take to end after the signal to stop at once; then it is killed."""
 WATCH_S = 0.25
@@ -146,7 +146,7 @@ def _run_agent(
         _write(folder / AGENT, {"why": f"{error.filename or argv[0]}: {error.strerror}"})
         return
     signal.signal(signal.SIGTERM, lambda *_: _kill_session(node))
-    _write(folder / AGENT, {**_identity(os.getpid()), "node": _identity(node.pid)})
+    _write(folder / AGENT, {**identity_of(os.getpid()), "node": identity_of(node.pid)})
     lease = _Lease(folder, run_dir, request)
     waiter = select.poll()
     waiter.register(os.pidfd_open(node.pid), select.POLLIN)
@@ -161,7 +161,7 @@ def _run_agent(
     code = node.wait()
     kill_descendants(run=str(run_dir))
     delete_temporary_folders(run_dir, [request["node"]])
-    _write(folder / EXIT, {"code": code})
+    _write(folder / EXIT, {"code": code, "cut_off": code != 0 and kill_at is not None})
 
 
 def _kill_session(node: subprocess.Popen[bytes]) -> None:
@@ -175,13 +175,17 @@ class _Lease:
     def __init__(self, folder: Path, run_dir: Path, request: Mapping[str, Any]) -> None:
         self._heartbeat = folder / BEAT
         self._events = [run_dir / "events" / f"{rank}.ndjson" for rank in request["ranks"]]
+        self._session_s: float = request["session_s"]
         self._idle_s: float = request["idle_s"]
         self._last_heartbeat: dict[str, Any] = {"leased": request["leased"]}
         self._event_bytes = -1
         self._active_at = self._session_at = time.monotonic()
 
     def is_over(self) -> bool:
-        """Whether a leased run has no session for ``LEASE_S``, or neither beats nor events came for ``idle_s``."""
+        """Whether a leased run has no session for too long, or neither beats nor events came for ``idle_s``.
+
+        That is ``LEASE_S`` if the launching side is gone, ``session_s`` if the connection broke: it is opened again.
+        """
         now = time.monotonic()
         heartbeat = read_object(self._heartbeat)
         if heartbeat is not None and heartbeat != self._last_heartbeat:
@@ -191,19 +195,21 @@ class _Lease:
         event_bytes = sum(_size(path) for path in self._events)
         if event_bytes != self._event_bytes:
             self._event_bytes, self._active_at = event_bytes, now
-        lease_ended = self._last_heartbeat["leased"] and now - self._session_at > LEASE_S
+        lease_s = LEASE_S if self._last_heartbeat.get("gone") else self._session_s
+        lease_ended = self._last_heartbeat["leased"] and now - self._session_at > lease_s
         return lease_ended or now - self._active_at > self._idle_s
 
 
 # --- files and processes --------------------------------------------------------------------------------------------
 
 
-def write_heartbeat(folder: Path, *, leased: bool) -> None:
-    """Record in an attempt's folder that the launching side is connected to this process."""
-    _write(folder / BEAT, {"time": time.monotonic(), "leased": leased, **_identity(os.getpid())})
+def write_heartbeat(folder: Path, *, leased: bool, gone: bool = False) -> None:
+    """Record in an attempt's folder that the launching side is connected to this process, or gone."""
+    _write(folder / BEAT, {"time": time.monotonic(), "leased": leased, "gone": gone, **identity_of(os.getpid())})
 
 
-def _identity(pid: int) -> dict[str, Any]:
+def identity_of(pid: int) -> dict[str, Any]:
+    """Return what tells a process from all others, on this host and any."""
     stat = read_stat(pid)
     ticks = 0 if stat is None else stat.start_ticks
     return {"pid": pid, "start_ticks": ticks, "boot_id": boot_id(), "host": socket.gethostname()}

@@ -10,7 +10,6 @@ import json
 import os
 import select
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from importlib import import_module
@@ -48,6 +47,8 @@ class CallServer:
         self.call = 0
         self.of_node: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {}
         """Further functions, of the node that this connection serves."""
+        self.at_end: Callable[[], None] = lambda: None
+        """Called at the end of the input or the output."""
         self.node_runs = False
         self.held = ExitStack()
         """What checks keep open for others: closed when a node is started, and at the end."""
@@ -59,12 +60,12 @@ class CallServer:
             data = data[os.write(1, data) :]
 
     def serve(self, timeout_s: float | None = None) -> None:
-        """Answer the calls that are there or arrive within a time limit; end this process at the end of its input."""
+        """Answer the calls that are there or arrive within a time limit; EOFError at the end of the input."""
         if self._answer_all() or not select.select([0], [], [], timeout_s)[0]:
             return
         part = os.read(0, 1 << 16)
         if not part:
-            sys.exit(0)
+            raise EOFError
         self._input.add(part)
         self._answer_all()
 
@@ -103,6 +104,7 @@ def main(argv: Sequence[str]) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(LIFE_S)
     server = CallServer(argv[0].encode())
-    with suppress(BrokenPipeError), server.held:
+    with suppress(BrokenPipeError, EOFError), server.held:
         while True:
             server.serve()
+    server.at_end()

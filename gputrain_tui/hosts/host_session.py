@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -20,13 +21,14 @@ from gputrain_tui.hosts.host_agent import (
     TOKEN,
     await_agent,
     home_folder,
+    identity_of,
     is_alive,
     read_object,
     send_signals,
     start_agent,
     write_heartbeat,
 )
-from gputrain_tui.hosts.host_frames import MAX_DATA_BYTES, HostFrame, frame
+from gputrain_tui.hosts.host_frames import MAX_DATA_BYTES, HostFrame, RefusedCallError, frame
 from trainer.contract.stop_level import StopLevel
 from trainer.host.ports import free_port as find_free_port
 from trainer.host.stop_request import signal_of
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 """Interval at which a session sends the growth of the record; each costs the launching side time per rank."""
+BROKEN_S = 0.3
+"""Time in which the ssh server of a broken connection ends."""
 PART_BYTES = 1 << 18
 ROUND_BYTES = 1 << 20
 """Most bytes of the record that are sent before calls are answered again."""
@@ -81,6 +85,7 @@ def node(server: CallServer, request: Mapping[str, Any]) -> int:
     agent = session.agent = await_agent(session.folder)
     server.node_runs = True
     server.limit_life()
+    server.at_end = session.end
     server.of_node = {"beat": session.beat, "stop": session.stop, "stacks": session.stacks}
     started = {"shared": session.shared, "run_dir": str(session.run_dir), "agent": agent}
     server.send(frame(call, "started", started))
@@ -92,7 +97,9 @@ def node(server: CallServer, request: Mapping[str, Any]) -> int:
         frames, size = session.growth(call)
         server.send(*frames)
         if code is not None and not frames:
-            server.of_node = {}
+            server.of_node, server.at_end = {}, lambda: None
+            if session.cut_off:
+                raise RefusedCallError("it heard no more of the launching side, and so it ended its ranks")
             return code
         server.serve(POLL_S if code is None and size < ROUND_BYTES else 0)
 
@@ -115,6 +122,10 @@ class Session:
         self._replaced: dict[str, tuple[int, int]] = {}
         """Modification time in ns and size of each replaced file when it was last sent."""
         self._stop_level = StopLevel.NONE
+        self.cut_off = False
+        """Whether the agent has ended the node, as the launching side was not heard of for too long."""
+        self._ssh_server = identity_of(os.getppid())
+        """The process that serves this connection, or a shell that it has started."""
 
     def extend_record(self, torn: Collection[str]) -> None:
         """Give the node's files here the sizes that they have on the launching side, where the record is whole.
@@ -138,6 +149,13 @@ class Session:
         with suppress(OSError):  # on a full disk the node goes on while its ranks make steps
             write_heartbeat(self.folder, leased=self._leased)
 
+    def end(self) -> None:
+        """Tell the agent that the launching side is gone, unless the connection broke, and with it the ssh server."""
+        time.sleep(BROKEN_S)
+        if is_alive(self._ssh_server):
+            with suppress(OSError):
+                write_heartbeat(self.folder, leased=self._leased, gone=True)
+
     def stop(self, request: Mapping[str, Any]) -> None:
         """Send the node a stop request of a higher level than before, or end its agent and with it the node."""
         level = StopLevel(request["level"])
@@ -159,6 +177,7 @@ class Session:
         alive = is_alive(self.agent) or is_alive(self.agent["node"])
         ended = read_object(self.folder / EXIT)  # read last: a process that has ended wrote it before
         if ended is not None:
+            self.cut_off = ended["cut_off"]
             return int(ended["code"])
         return None if alive else -signal.SIGKILL
 

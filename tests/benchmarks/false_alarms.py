@@ -217,9 +217,9 @@ DISTURBANCES = (
     ),
     *(
         Disturbance(
-            name=f"launcher and one host cut for 60 s, {what} of {SLOW_S} s",
+            name=f"launcher and one host cut for 45 s, {what} of {SLOW_S} s",
             meet=cut_off_while_slow(what),
-            seconds=60,
+            seconds=45,
             **words,
         )
         for what, words in SLOW_TASKS.items()
@@ -248,7 +248,7 @@ class Watched:
         _await(lambda: all(_is_over(run) or _goes_on(run, struck) for run in self.runs), PATIENCE_S)
         wrong = [run for run in self.runs if not _goes_on(run, struck)]
         self.runs = [run for run in self.runs if run not in wrong]
-        return [f"{run.status()} {[e for e in events(run.record, 'run') if e['type'] == 'finding']}" for run in wrong]
+        return [f"{run.status()}\n{(run.place.folder / 'output').read_text()[-1000:]}" for run in wrong]
 
 
 def _is_over(run: Trial) -> bool:
@@ -324,7 +324,7 @@ def fill(only: str, runs: int, times: int, print_row: Callable[[str], None]) -> 
                             counts[disturbance.name][0] += len(wrong)
                             counts[disturbance.name][1] += met
                             for text in wrong:
-                                print(f"{disturbance.name}: {text[-3000:]}", file=sys.stderr, flush=True)
+                                print(f"{disturbance.name}: {text}", file=sys.stderr, flush=True)
                         print(disturbance.name, counts[disturbance.name], file=sys.stderr, flush=True)
             for name, (ended, met) in counts.items():
                 print_row(f"| {name} | {place} | {ended} of {met} |")

@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 from host_recipe import ENDLESS, TESTS, check_rank, events, is_training, recipe
 from network_namespaces import LIMIT_S, NamespaceHost, wait_until
-from ssh_lab import PYTHONPATH, SshLab, require_ssh, ssh_lab
+from ssh_lab import PYTHONPATH, SshLab, require_ssh, ssh_lab, start_sshd
 from taken_names import TakenNames
 
 from gputrain_tui.history.record_tail import last_step
+from gputrain_tui.hosts.host_agent import LEASE_S
 from trainer.contract.record import RunDir
 
 INTERFACES = {"h0": "eth0", "h1": "ens3", "h2": "eth0", "h3": "enp1s0f1"}
@@ -450,6 +451,24 @@ def test_a_command_that_is_killed_with_its_supervisor_leaves_nothing_on_any_host
     command.communicate()
     wait_until(cluster.nothing_is_left, "no process is left on any host")
     assert time.monotonic() - began < GONE_S
+
+
+def test_a_run_goes_on_when_the_sshd_of_a_host_is_restarted_with_all_its_connections(cluster: SshCluster) -> None:
+    cluster.write(**ENDLESS)
+    command = cluster.start("run", "recipe.toml")
+    cluster.train(command)
+    for pid, words in cluster.h3.processes().items():
+        if words.startswith("sshd"):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    time.sleep(LEASE_S + 1)  # without a sshd, longer than a node waits whose launching side is gone
+    start_sshd(cluster.lab, cluster.h3)
+    again = time.time()
+    wait_until(lambda: recorded_after(cluster.record, 3, again), "its record goes on", [command])
+    command.send_signal(signal.SIGINT)
+    output, _ = command.communicate(timeout=LIMIT_S)
+    assert command.returncode == 130, output
+    assert len({check_steps(cluster.record, rank) for rank in range(4)}) == 1
 
 
 @pytest.mark.slow

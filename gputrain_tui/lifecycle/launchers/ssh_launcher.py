@@ -407,6 +407,7 @@ def session_request(
         "attempt": attempt,
         "start": start,
         "leased": leased,
+        "session_s": host_timeout(run_dir),
         "idle_s": min(distributed_timeout(node.argv), 2 * host_timeout(run_dir)),
         "sizes": sizes,
         "torn": torn,
