@@ -106,7 +106,7 @@ class ShareBalance:
     ) -> None:
         self.enabled = options.batch_size == "balanced" and ctx.world_size > 1
         self._measures = measures_steps(options, ctx.world_size)
-        self.most_updates = WINDOW // 2 if self._measures else 1 << 30
+        self.most_updates = WINDOW if self._measures else 1 << 30
         """Most updates between two agreements."""
         self._ctx, self._meter, self._trial = ctx, meter, trial
         self._total = options.global_batch_size
