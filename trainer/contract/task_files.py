@@ -6,13 +6,21 @@ import glob
 import importlib.util
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from trainer.contract.errors import MachineNotReadyError, RequestError, nearest
+import msgspec
+
+from trainer.contract.errors import MachineNotReadyError, RequestError, nearest, quoted
 from trainer.contract.home_folder import expand_home
 
+TEXT_NAMES = ("sentence", "text", "utterance", "review", "phrase")
+"""Usual names of the column of the sentences."""
+LABEL_NAMES = ("label", "labels", "doc_label", "class", "category", "sentiment", "target")
+"""Usual names of the column of the labels."""
 STDLIB = "stdlib"
 """Value of ``data`` for the source of Python's standard library; a folder of that name is written ``./stdlib``."""
 
@@ -52,6 +60,77 @@ def require_file(name: str) -> Path:
         if not file.read(1):
             raise RequestError(f"{path} is empty")
     return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedDataset:
+    """Folder that Hugging Face's package ``datasets`` saved, with the columns of its ``dataset_info.json``."""
+
+    folder: Path
+    features: Mapping[str, Any]
+    """Description of each column, by its name."""
+
+    def columns(self, text: str | None, label: str | None) -> tuple[str, str]:
+        """Return the columns of text and label, given by name or number, else by their usual names."""
+        return self.text_column(text), self._column("label", label, LABEL_NAMES)
+
+    def text_column(self, wanted: str | None) -> str:
+        """Return the column of the text, given by name or number, else by its usual names; refuse another type."""
+        column = self._column("text", wanted, TEXT_NAMES)
+        feature = self.features[column]
+        if not (isinstance(feature, Mapping) and feature.get("dtype") in ("string", "large_string")):
+            raise RequestError(f"{self.folder}: column {quoted(column)} does not hold text")
+        return column
+
+    def class_names(self, column: str) -> list[str] | None:
+        """Return the names of the classes of a ``ClassLabel``; None if the column holds the labels themselves."""
+        feature = self.features[column]
+        names = feature.get("names") if isinstance(feature, Mapping) else None
+        return names if isinstance(names, list) else None
+
+    def _column(self, kind: str, wanted: str | None, usual: Sequence[str]) -> str:
+        names = list(self.features)
+        known = ", ".join(map(quoted, names[:10])) + (", …" if len(names) > 10 else "")
+        if wanted is not None:
+            if wanted.isdecimal() and wanted not in names and int(wanted) < len(names):
+                return names[int(wanted)]
+            if wanted not in names:
+                guess = nearest(wanted, names)
+                raise RequestError(f"{self.folder}: there is no column {quoted(wanted)}, but {known}{guess}")
+            return wanted
+        found = [name for name in names if name.lower() in usual]
+        if not found:
+            raise RequestError(
+                f"{self.folder}: the column of the {kind} is unknown: set {kind}_column to one of {known}"
+            )
+        return found[0]
+
+
+def saved_dataset(name: str) -> SavedDataset | None:
+    """Return the dataset of a folder that Hugging Face's package ``datasets`` saved; None for any other path.
+
+    Raises:
+        RequestError: the folder holds several splits, or is damaged.
+        MachineNotReadyError: the package is not installed here.
+    """
+    folder = expand_home(name)
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(entry.parent.name for entry in folder.glob("*/state.json"))
+        known = f", such as {folder / splits[0]}; there are {', '.join(splits)}" if splits else ""
+        raise RequestError(f"{folder} holds the splits of a dataset: name the folder of one{known}")
+    info = folder / "dataset_info.json"
+    if not (info.is_file() and (folder / "state.json").is_file()):
+        return None
+    require_package("datasets", needed_by=str(folder), install="datasets")
+    with refuse_unreadable(info):
+        content = info.read_bytes()
+    try:
+        features = msgspec.json.decode(content, type=dict[str, Any])["features"]
+    except (msgspec.DecodeError, KeyError, UnicodeDecodeError) as error:
+        raise RequestError(f"{info} does not name the columns of a dataset: {error}") from None
+    if not isinstance(features, dict):
+        raise RequestError(f"{info} does not name the columns of a dataset")
+    return SavedDataset(folder=folder, features=features)
 
 
 def _nearest_file(path: Path) -> str:

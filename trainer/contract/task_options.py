@@ -15,7 +15,14 @@ import msgspec
 
 from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.schema import Positives, option_meta
-from trainer.contract.task_files import idx_file, require_file, require_tokenizers, text_files
+from trainer.contract.task_files import (
+    SavedDataset,
+    idx_file,
+    require_file,
+    require_tokenizers,
+    saved_dataset,
+    text_files,
+)
 
 _data, _model, _loss, _sample = (partial(option_meta, group) for group in ("Data", "Model", "Loss", "Sample"))
 
@@ -24,7 +31,7 @@ LabelSmoothing = Annotated[float, _loss("label smoothing in training; a validati
 BALANCED = "balanced"
 """Value of ``class_weights``: each class weighs in inverse proportion to its training samples."""
 
-COLUMN = "its name in the header, or its number from 0; default: by the usual names of a header, else by format"
+COLUMN = "its name in the header or dataset, or its number from 0; default: by the usual names, else by format"
 """End of the help of ``text_column`` and ``label_column``."""
 TEXT_PATTERN = ("*.txt", "*.md", "*.py")
 
@@ -56,7 +63,8 @@ class TextOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
         str,
         _data(
             "text to learn: a file, a glob such as 'books/**/*.txt', a folder, or the word stdlib for the "
-            "source of Python's own standard library; read as bytes, no encoding is assumed",
+            "source of Python's own standard library, read as bytes, no encoding is assumed; or the folder of a "
+            "dataset that Hugging Face's datasets saved",
             per_rank=True,
         ),
     ]
@@ -64,6 +72,9 @@ class TextOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
         str | None, _data("text to validate on, named like data; default: the end of data", per_rank=True)
     ] = None
     pattern: Annotated[tuple[str, ...], _data("which files of a folder are read, at any depth")] = TEXT_PATTERN
+    text_column: Annotated[
+        str | None, _data("column of a saved dataset: its name; default: one with a usual name, such as text")
+    ] = None
     valid_fraction: Annotated[
         float, _data("share of data, from its end, that is held out for validation; 0: none", ge=0, lt=1)
     ] = 0.05
@@ -75,8 +86,21 @@ class TextOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
     def check_data(self) -> None:
         """Check that the text exists, without reading it."""
         for source in (self.data, self.valid_data):
-            if source is not None:
+            if source is None:
+                continue
+            if (dataset := self.saved_dataset(source)) is not None:
+                dataset.text_column(self.text_column)
+            else:
                 text_files(source, self.pattern)
+
+    def saved_dataset(self, source: str) -> SavedDataset | None:
+        """Return the dataset in a folder; None for text, which has no columns."""
+        dataset = saved_dataset(source)
+        if dataset is None and self.text_column is not None:
+            raise RequestError(
+                f"text_column is {quoted(self.text_column)}, but {source} is no folder that the package datasets saved"
+            )
+        return dataset
 
 
 class LmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
@@ -124,7 +148,14 @@ class LmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
 class DocNNOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
     """Options of ``docnn``, PyText's DocNN: convolutions over word embeddings classify a sentence."""
 
-    train_path: Annotated[str, _data("TSV file to train on; it gives the words and the labels", per_rank=True)]
+    train_path: Annotated[
+        str,
+        _data(
+            "TSV file to train on, or the folder of a dataset that Hugging Face's datasets saved; it gives the words "
+            "and the labels",
+            per_rank=True,
+        ),
+    ]
     eval_path: Annotated[str | None, _data("TSV file to validate on; default: none", per_rank=True)] = None
     test_path: Annotated[str | None, _data("TSV file to test on at the end; default: none", per_rank=True)] = None
     format: Annotated[
@@ -175,7 +206,11 @@ class DocNNOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
 
     def check_data(self) -> None:
         for path in (self.train_path, self.eval_path, self.test_path):
-            if path is not None:
+            if path is None:
+                continue
+            if (dataset := saved_dataset(path)) is not None:
+                dataset.columns(self.text_column, self.label_column)
+            else:
                 require_file(path)
 
 

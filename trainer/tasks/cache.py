@@ -24,7 +24,6 @@ from torch import Tensor
 
 from trainer.contract.errors import RequestError
 from trainer.contract.home_folder import expand_home
-from trainer.tasks.sources import Splits
 
 
 def folder() -> Path:
@@ -36,13 +35,6 @@ def folder() -> Path:
 def fingerprint(files: Sequence[Path]) -> list[list[Any]]:
     """Identify files without reading them: path, size in bytes, and modification time in nanoseconds."""
     return [[str(file.absolute()), (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files]
-
-
-def fingerprint_splits(splits: Splits) -> dict[str, Any]:
-    """Identify pieces of text without reading them: their files, and the byte ranges of each split."""
-    files = sorted({piece.path for pieces in splits.values() for piece in pieces})
-    cuts = {split: [[str(piece.path), piece.start, piece.end] for piece in pieces] for split, pieces in splits.items()}
-    return {"files": fingerprint(files), "cuts": cuts}
 
 
 def entry(kind: str, inputs: Any, build: Callable[[Path], None]) -> Path:

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from trainer.contract.errors import RequestError, nearest
+from trainer.contract.task_files import saved_dataset
 from trainer.contract.task_options import DocNNOptions
 from trainer.data.dataset import SizedDataset
 from trainer.tasks.classification import Classifier, class_predictions
+from trainer.tasks.saved_dataset import read_saved_rows
 from trainer.tasks.tsv import LabelledSentence, Table, read_tsv
 
 UNKNOWN, PAD = 0, 1
@@ -119,11 +121,7 @@ class DocNNTask(Classifier):
         """
         options = self.options
         paths = {"train": options.train_path, "valid": options.eval_path, "test": options.test_path}
-        tables = {
-            split: read_tsv(path, options.format, text_column=options.text_column, label_column=options.label_column)
-            for split, path in paths.items()
-            if path is not None
-        }
+        tables = {split: self._read(path) for split, path in paths.items() if path is not None}
         rows = {split: table.rows for split, table in tables.items()}
         self._note = _describe_tables({paths[split] or "": table for split, table in tables.items()})
         vocabulary = read_vocabulary(rows["train"])
@@ -132,14 +130,20 @@ class DocNNTask(Classifier):
             vocabulary = Vocabulary(self._restored.words, {label: index for index, label in enumerate(labels)})
         if len(vocabulary.labels) < 2:
             raise RequestError(f"{options.train_path}: every row has the label {rows['train'][0].label!r}")
-        for split, held_out in rows.items():
-            _refuse_unseen_labels(paths[split] or "", held_out, vocabulary)
+        for split, table in tables.items():
+            _refuse_unseen_labels(paths[split] or "", table, vocabulary)
         self._vocabulary = vocabulary
         self._splits = {split: Sentences(held, vocabulary) for split, held in rows.items()}
         self.weigh_classes(
             torch.tensor(self._splits["train"].classes), list(vocabulary.labels), source=options.train_path
         )
         return self._splits
+
+    def _read(self, path: str) -> Table:
+        text, label = self.options.text_column, self.options.label_column
+        if (dataset := saved_dataset(path)) is not None:
+            return read_saved_rows(dataset, text_column=text, label_column=label)
+        return read_tsv(path, self.options.format, text_column=text, label_column=label)
 
     def model(self) -> nn.Module:
         return DocNN(self.options, words=self._vocabulary.size, classes=len(self._vocabulary.labels))
@@ -201,13 +205,14 @@ def _describe_tables(tables: Mapping[str, Table]) -> str:
     return f"{layouts}; the first row is {text!r} with the label {first.label!r}"
 
 
-def _refuse_unseen_labels(path: str, rows: Sequence[LabelledSentence], vocabulary: Vocabulary) -> None:
-    for row in rows:
+def _refuse_unseen_labels(path: str, table: Table, vocabulary: Vocabulary) -> None:
+    for row in table.rows:
         if row.label not in vocabulary.labels:
             known = ", ".join(list(vocabulary.labels)[:10])
             # The first line may be a header that was read as a row.
-            hint = "; is it a header? Then name its columns by text_column and label_column" if row.line == 1 else ""
+            header = table.unit == "line" and row.line == 1
+            hint = "; is it a header? Then name its columns by text_column and label_column" if header else ""
             raise RequestError(
-                f"{path}, line {row.line}: label {row.label!r} does not occur in the training file, which has "
+                f"{path}, {table.unit} {row.line}: label {row.label!r} does not occur in the training file, which has "
                 f"{known}{nearest(row.label, vocabulary.labels) or hint}"
             )

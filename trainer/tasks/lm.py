@@ -19,7 +19,7 @@ from trainer.contract.task_files import require_tokenizers
 from trainer.contract.task_options import LmOptions
 from trainer.data.dataset import SizedDataset
 from trainer.tasks import byte_bpe, cache
-from trainer.tasks.sources import Splits, bytes_of, read_pieces, text_splits
+from trainer.tasks.sources import Splits, bytes_of, fingerprint_splits, read_pieces, text_splits
 from trainer.tasks.task import Task
 from trainer.tasks.tokenised_text import tokenise, tokenizer_of, vocabulary_size
 
@@ -278,7 +278,7 @@ def byte_tensors(splits: Splits) -> dict[str, Tensor]:
             with (folder / f"{split}.bin").open("wb") as file:
                 file.writelines(read_pieces(pieces))
 
-    folder = cache.entry("bytes1", cache.fingerprint_splits(splits), build)
+    folder = cache.entry("bytes1", fingerprint_splits(splits), build)
     return {split: cache.mapped(folder / f"{split}.bin", torch.uint8) for split in splits}
 
 

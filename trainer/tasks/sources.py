@@ -1,4 +1,4 @@
-"""Splitting of text files into training and validation pieces, and reading of these; torch-free."""
+"""Splitting of text files into training and validation pieces, and reading of these."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from trainer.contract.errors import RequestError
 from trainer.contract.task_files import refuse_unreadable, text_files
 from trainer.contract.task_options import TextOptions
+from trainer.tasks import cache
+from trainer.tasks.saved_dataset import saved_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +29,24 @@ Splits = Mapping[str, Sequence[Piece]]
 
 def text_splits(options: TextOptions) -> Splits:
     """Return the pieces of ``train`` and, if it has any, of ``valid``: its own text, or the tail of the other."""
-    files = text_files(options.data, options.pattern)
+    files = _files(options, options.data)
     train, valid = split_tail(files, 0.0 if options.valid_data else options.valid_fraction)
     if options.valid_data:
-        valid, _ = split_tail(text_files(options.valid_data, options.pattern), 0.0)
+        valid, _ = split_tail(_files(options, options.valid_data), 0.0)
     return {"train": train, "valid": valid} if valid else {"train": train}
+
+
+def fingerprint_splits(splits: Splits) -> dict[str, Any]:
+    """Identify pieces of text without reading them: their files, and the byte ranges of each split."""
+    files = sorted({piece.path for pieces in splits.values() for piece in pieces})
+    cuts = {split: [[str(piece.path), piece.start, piece.end] for piece in pieces] for split, pieces in splits.items()}
+    return {"files": cache.fingerprint(files), "cuts": cuts}
+
+
+def _files(options: TextOptions, source: str) -> list[Path]:
+    if (dataset := options.saved_dataset(source)) is not None:
+        return [saved_text(dataset, text_column=options.text_column)]
+    return text_files(source, options.pattern)
 
 
 def split_tail(files: Sequence[Path], fraction: float) -> tuple[list[Piece], list[Piece]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from trainer.contract.errors import RequestError
 from trainer.contract.task_files import require_file
 from trainer.tasks import cache
-from trainer.tasks.sources import Piece, Splits
+from trainer.tasks.sources import Piece, Splits, fingerprint_splits
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -63,7 +63,7 @@ def tokenise(kind: TokenizerKind, splits: Splits, *, file: str | None, restored:
     """
     path = require_file(file) if file is not None else None
     inputs: dict[str, Any] = {
-        **cache.fingerprint_splits(splits),
+        **fingerprint_splits(splits),
         "tokenizer": cache.fingerprint([path]) if path else None,
         "settings": kind.settings,
     }

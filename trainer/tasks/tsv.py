@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from trainer.contract.errors import RequestError, nearest, quoted
-from trainer.contract.task_files import refuse_unreadable, require_file
+from trainer.contract.task_files import LABEL_NAMES, TEXT_NAMES, refuse_unreadable, require_file
 
 Format = Literal["auto", "text_label", "label_text", "glue", "no_header"]
 
@@ -17,12 +17,6 @@ class LabelledSentence(NamedTuple):
     text: str
     label: str
     line: int
-
-
-TEXT_NAMES = ("sentence", "text", "utterance", "review", "phrase")
-"""Names that headers give the column of the sentences."""
-LABEL_NAMES = ("label", "labels", "doc_label", "class", "category", "sentiment", "target")
-"""Names that headers give the column of the labels."""
 
 
 class Columns(NamedTuple):
@@ -44,7 +38,10 @@ class Table(NamedTuple):
     """Rows of a file, and how it was read."""
 
     rows: list[LabelledSentence]
-    columns: Columns
+    columns: Columns | str
+    """Or how another kind of file was read."""
+    unit: Literal["line", "row"] = "line"
+    """What the number of a row counts."""
 
 
 def read_tsv(name: str, format: Format, *, text_column: str | None = None, label_column: str | None = None) -> Table:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 from trainer.contract.errors import RequestError
-from trainer.tasks.tsv import LABEL_NAMES, TEXT_NAMES, Format, read_tsv
+from trainer.contract.task_files import LABEL_NAMES, TEXT_NAMES
+from trainer.tasks.tsv import Format, read_tsv
 
 PLAIN = "a fine film\t1\nnot so fine\t0\n"
 
