@@ -135,6 +135,30 @@ def test_unused_parameters_are_trained_around_with_the_flag_or_on_one_rank() -> 
     assert any(line.startswith("step 1 does not use pooler.weight, pooler.bias:") for line in alone["narration"])
 
 
+IDLE = "the gradient of pooler.weight, pooler.bias was zero or absent in 20 steps: nothing trains it"
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "told"),
+    [
+        ("", {"find_unused_parameters": True}, True),
+        ("zero", {}, True),
+        ("late", {"find_unused_parameters": True}, False),
+        ("zero", {"max_updates": 19}, False),
+    ],
+)
+def test_a_layer_that_never_has_a_gradient_is_told_once(
+    two_ranks: Gang, fault: str, options: dict[str, Any], told: bool
+) -> None:
+    options = {**OPTIONS, "max_epochs": 8, "batch_size": (4,), "task_options": {"fault": fault}, **options}
+    both = two_ranks.run(train_on, "numeric_tasks:Unused", None, options)
+    assert [done["error"] for done in both] == ["", ""]
+    assert [line for line in both[0]["narration"] if "zero or absent" in line] == [IDLE] * told
+    alone = one_rank("Unused", **{**options, "batch_size": (8,)})
+    # On one rank one that takes no part in a step is told at the first step, and is not told again.
+    assert [line for line in alone["narration"] if "zero or absent" in line] == [IDLE] * (told and fault == "zero")
+
+
 @pytest.mark.parametrize(
     ("task", "options", "message"),
     [
