@@ -333,3 +333,18 @@ class KnownNoise(Task):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         (inputs,) = batch
         return model(inputs).sum(), len(inputs), {}
+
+
+class OwnGenerator(Regression):
+    """Regression on points with noise from a generator of the dataset's own."""
+
+    def datasets(self) -> Mapping[str, Any]:
+        return {"train": _Noisy(*points(24))}
+
+
+class _Noisy(TensorDataset):
+    generator = torch.Generator().manual_seed(3)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        inputs, targets = super().__getitem__(index)
+        return inputs + torch.randn(4, generator=self.generator, dtype=inputs.dtype), targets
