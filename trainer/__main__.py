@@ -84,7 +84,7 @@ def _train(arguments: Sequence[str], script_argv: Sequence[str] | None, environ:
         resource_limits.require_shared_memory()
     from trainer.agent.launch import launch
     from trainer.agent.script_environment import refuse_file_rendezvous
-    from trainer.contract.option_rules import require_batch_sizes
+    from trainer.contract.option_rules import require_ranks
     from trainer.environments.dispatch import decide
 
     devices = [] if options.cpu else visible_devices(environ)
@@ -92,7 +92,7 @@ def _train(arguments: Sequence[str], script_argv: Sequence[str] | None, environ:
     if isinstance(ranks_run, Script):
         refuse_file_rendezvous(decision.init_method)
     elif decision.exchange is None:  # otherwise the world size is known to the ranks only
-        require_batch_sizes(ranks_run.training.batch_size, decision.world_size)
+        require_ranks(ranks_run.training, decision.world_size)
     if decision.spawn:
         print_message(decision.why, program="trainer")
     return launch(decision, options, ranks_run, devices=devices, environ=environ)

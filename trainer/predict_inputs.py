@@ -17,7 +17,14 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from trainer.contract.errors import CheckpointError, ExitCode, RequestError, print_message, quoted
+from trainer.contract.errors import (
+    CheckpointError,
+    ExitCode,
+    MachineNotReadyError,
+    RequestError,
+    print_message,
+    quoted,
+)
 from trainer.contract.options import Training
 from trainer.contract.schema import check, describe, read_flags
 
@@ -54,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _predict(args.checkpoint, args.run, args.input, args.batch, training_flags)
     except (RequestError, CheckpointError) as error:
         print_message(str(error), program=args.program)
-        return ExitCode.BAD_REQUEST
+        return ExitCode.REFUSED if isinstance(error, MachineNotReadyError) else ExitCode.BAD_REQUEST
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that flushing at exit does not fail too
         return ExitCode.FINISHED
@@ -91,7 +98,7 @@ def _predict(checkpoint: Path, run: str, source: str, batch: int, training_flags
         raise RequestError(f"{path} is a checkpoint of task {state['task']}, not of {training.task}")
     if task_state := state.get(TASK_STATE):
         restore(task, task_state, source=str(path))
-    elif kind.state_dict is not Task.state_dict:
+    elif task_state is None and kind.state_dict is not Task.state_dict:
         raise RequestError(f"{path} does not hold the state of its task, such as a vocabulary: it cannot predict")
     model = task.model()
     try:

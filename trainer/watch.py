@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from trainer.telemetry import instrument
 from trainer.telemetry.instrument.fetched_batches import plus, size_of
 from trainer.telemetry.step_meter import ddp_of
 from trainer.telemetry.step_tracker import StepTracker
+
+if TYPE_CHECKING:
+    from trainer.engine.script_shares import ScriptShares
 
 Batch = TypeVar("Batch")
 
@@ -116,6 +119,7 @@ class Watched:
         self._rank = rank
         self._local_rank = local_rank
         self._handles: list[Any] = []
+        self._shares: ScriptShares | None = None
         self._records_states = not launched
         """Whether to record the rank's states and its failure; if launched by a node agent, the agent does."""
 
@@ -165,6 +169,25 @@ class Watched:
     def batches(self, loader: Iterable[Batch]) -> Iterable[Batch]:
         """Return the loader with the wait for each batch timed; each iteration over it is an epoch."""
         return _TimedLoader(self._tracker, loader) if self._writer.enabled else loader
+
+    def shares(self, global_batch_size: int) -> tuple[int, ...]:
+        """Return how many samples of a global batch each rank is to take, in proportion to the measured speeds.
+
+        A collective: all ranks call it at the same place, between two steps, now and then. They are equal until each
+        rank has measured eight steps since the last call, and stay so without a run directory; they change only if
+        the slowest rank then computes 5 % faster.
+
+        Args:
+            global_batch_size: Samples of all ranks together, at least one per rank.
+
+        Raises:
+            ValueError: there are fewer samples than ranks.
+        """
+        if self._shares is None:
+            from trainer.engine.script_shares import ScriptShares
+
+            self._shares = ScriptShares(self._tracker, self._writer)
+        return self._shares.next(global_batch_size)
 
     def report(self, *, loss: Tensor | float | None = None, tokens: int | None = None) -> None:
         """Set the loss in nats, or the tokens, of the step; call it before the optimizer's step."""

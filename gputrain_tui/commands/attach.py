@@ -17,6 +17,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Show the run until the console is closed."""
     from gputrain_tui.history.run_folders import find
+    from gputrain_tui.lifecycle import launchers
 
-    run_to_show = find(args.run)  # before the slow import of the console, so that a wrong id is refused fast
-    return entry.show(run_to_show, fps=args.fps)
+    found = find(args.run)  # before the slow import of the console, so that a wrong id is refused fast
+    return entry.show(launchers.refresh(found), fps=args.fps)

@@ -13,6 +13,7 @@ from gputrain_tui.commands.shared_flags import RUN_HELP, add_ranks, chosen_ranks
 from gputrain_tui.history.follow import AppendedFile, Follower, by_rank
 from gputrain_tui.history.run_folders import Run, find
 from gputrain_tui.history.status_file import is_over
+from gputrain_tui.lifecycle import launchers
 from gputrain_tui.output import print_message
 from gputrain_tui.tables import ESCAPES, printable
 from trainer.contract.errors import ExitCode, RecordError
@@ -38,7 +39,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the logs."""
-    chosen = find(args.run)
+    chosen = launchers.refresh(find(args.run))
     ranks = chosen_ranks(args, chosen, command="logs")
     only = {str(rank) for rank in ranks} or None
     out = sys.stdout.buffer

@@ -17,10 +17,13 @@ from gputrain_tui.lifecycle.recipe_to_run import recipe_text
 from gputrain_tui.output import print_json, print_message
 from gputrain_tui.plan.planner import Plan, devices_text, rank_range, rendezvous_port, shell_commands, with_run_dir
 from gputrain_tui.preflight import PreflightFacts, errors, run_checks
+from gputrain_tui.preflight.checks import gpu_models
 from gputrain_tui.preflight.collect import rendezvous_facts
 from gputrain_tui.recipe.build import load
 from gputrain_tui.recipe.model import Recipe
+from gputrain_tui.state.share_changes import shares_text
 from gputrain_tui.tables import TableColumn, printable, table
+from trainer.contract.balanced_shares import equal_shares
 from trainer.contract.errors import ExitCode
 from trainer.contract.record import RunDir
 
@@ -44,8 +47,10 @@ def run(args: Namespace) -> int:
     recipe = load(args.recipe, overrides=args.overrides)
     planned = plan_with_inventories(recipe)
     plan = msgspec.structs.replace(planned.plan, finds_port=False)  # all shells must have one number
-    problems = [f"this plan cannot start as it is: {problem}" for problem in _problems(recipe, plan, planned.local)]
-    notes = [*planned.warnings, *recipe.notes, *problems]
+    models = list(gpu_models(recipe, plan, PreflightFacts(inventories=planned.inventories), planned.local))
+    problems = [*_problems(recipe, plan, planned.local), *(result.line for result in errors(models))]
+    notes = [*planned.warnings, *recipe.notes, *(result.text for result in models if result.status == "note")]
+    notes += [f"this plan cannot start as it is: {problem}" for problem in problems]
     if planned.plan.finds_port and plan.launcher != "local":
         notes.append(
             f"these commands meet at port {rendezvous_port(plan)}; if it is in use there, set cluster.port "
@@ -69,7 +74,7 @@ def run(args: Namespace) -> int:
         saving_s = saving_time_before(recipe)
         print(script(plan, name=recipe.name, options=recipe.slurm, saving_s=saving_s), end="")
     else:
-        print(report(plan, recipe.name))
+        print(report(plan, recipe.name, shares=_shares(recipe, plan)))
     return ExitCode.FINISHED
 
 
@@ -80,15 +85,28 @@ def _problems(recipe: Recipe, plan: Plan, local: LocalFacts) -> list[str]:
     return [problem for problem in (endless_reason(recipe), *(result.line for result in results)) if problem]
 
 
-def report(plan: Plan, name: str) -> str:
-    """Return the plan as text: the run, a table of its nodes, each node's command."""
+def _shares(recipe: Recipe, plan: Plan) -> str:
+    """Return the ranks' shares of the global batch in a line, where they are balanced; else an empty text."""
+    train = recipe.train
+    if train.batch_size != "balanced":
+        return ""
+    if train.shares_from:
+        return f"shares of {train.global_batch_size:,} samples as in the run of {printable(train.shares_from)}"
+    shares = shares_text(equal_shares(train.global_batch_size, plan.world_size))
+    of = f"{train.global_batch_size:,} samples at the start"
+    return f"shares {shares} of {of}: equal, until the ranks have measured their speeds"
+
+
+def report(plan: Plan, name: str, *, shares: str = "") -> str:
+    """Return the plan as text: the run, a table of its nodes, the ranks' shares of the batch, each node's command."""
     titles = ("node", "host", "ranks", "devices")
     columns = [TableColumn(title, right=title in ("node", "ranks")) for title in titles]
     rows = [[str(node.node), node.host, rank_range(node.ranks), devices_text(node.devices)] for node in plan.nodes]
     head = f"{printable(name)}: {_count(plan.world_size, 'rank')} on {_count(len(plan.nodes), 'node')}, {plan.backend}"
     if plan.init_method is not None:
         head += f", rendezvous at {plan.init_method}"
-    return "\n\n".join([f"{head}, started by {plan.launcher}", table(columns, rows), shell_commands(plan)])
+    parts = [f"{head}, started by {plan.launcher}", table(columns, rows), shares, shell_commands(plan)]
+    return "\n\n".join(filter(None, parts))
 
 
 def _count(number: int, noun: str) -> str:

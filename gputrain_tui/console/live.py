@@ -59,7 +59,7 @@ class LiveRun:
         self.plan = _plan(run)
         self.state = self._new_state()
         recorded = KnownRanks(run.dir).count if self.plan is not None else self.state.world_size
-        self.series = Series(recorded)
+        self.series = Series(recorded, self.state.synchronised)
         self.hardware = HardwareSeries()
         self.caught_up = False
         """Whether the whole record was read once; until then the state is a past one."""

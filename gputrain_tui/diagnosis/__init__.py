@@ -29,6 +29,7 @@ from gputrain_tui.diagnosis.straggler import stragglers
 from gputrain_tui.diagnosis.symptom import Symptom
 from gputrain_tui.diagnosis.thresholds import CLEAR_SHARE, GROWN_RATIO, HISTORY, WINDOW_ROWS
 from gputrain_tui.diagnosis.timeline import Timeline
+from gputrain_tui.diagnosis.uneven_speeds import UnevenSpeeds
 from gputrain_tui.state import RunState
 from trainer.contract.record import Failure, Finding
 
@@ -36,7 +37,7 @@ __all__ = ["HISTORY", "KINDS", "Diagnosis"]
 
 KINDS = frozenset((
     "straggler", "imbalance", "input_bound", "communication_bound", "cpu_contention", "memory_creep", "non_finite",
-    "loss_spike", "outside_torch", "stalled", "gpu_throttled", "desync",
+    "loss_spike", "outside_torch", "stalled", "gpu_throttled", "desync", "uneven_speeds",
 ))  # fmt: skip
 """Kinds of findings that this package raises; ``desync`` is also raised by ranks that compare themselves."""
 
@@ -52,6 +53,7 @@ class Diagnosis:
         """Raised findings, each with the value below which it is cleared."""
         self._timeline = Timeline()
         self._imbalance = Imbalance()
+        self._uneven_speeds = UnevenSpeeds()
         self._contention = Contention()
         self._gpu_throttling = GpuThrottling()
         self._memory = MemoryGrowth()
@@ -100,7 +102,7 @@ class Diagnosis:
     def waited_s(self, state: RunState, now: float) -> float:
         """Return the time since the last progress of any rank that runs, seconds; 0 without one."""
         views = [view for view in state.ranks.values() if view.state not in ("finished", "failed")]
-        since = state.silence_changed_at
+        since = state.silence_ended_at
         return min((self._activity.silence_s(view, now, since=since) for view in views), default=0.0)
 
     def _symptoms(self, state: RunState, now: float) -> list[Symptom]:
@@ -156,9 +158,15 @@ class Diagnosis:
         if added is None:
             return checks
         timeline, throttled = self._timeline, throttled_ranks(state)
+        slow = throttled.union(rank for kind, rank in self._raised if kind == "straggler" and rank is not None)
         return {
+            "uneven_speeds": lambda: self._uneven_speeds.symptoms(state, timeline, added, excluded=slow),
             "straggler": lambda: stragglers(
-                state, timeline, uneven=("imbalance", None) in self._raised, throttled=throttled
+                state,
+                timeline,
+                uneven=("imbalance", None) in self._raised,
+                throttled=throttled,
+                slowness=self._uneven_speeds.slowness,
             ),
             "imbalance": lambda: self._imbalance.symptoms(timeline, added, throttled=bool(throttled)),
             "input_bound": lambda: bounds(state, timeline, throttled=bool(throttled)),

@@ -33,9 +33,11 @@ ADVICE = {
     "h2d": "check the PCIe link of its GPU (nvidia-smi -q: width and generation), that memory is pinned, and other "
     "traffic on the bus",
     "forward": "compare its device, its input sizes and other processes there with those of the other ranks; code "
-    "that only this rank runs is a common cause",
+    "that only this rank runs is a common cause. If its time grows with its samples, "
+    "batch_size = balanced makes up for it",
     "backward": "compare its device, its input sizes and other processes there with those of the other ranks; "
-    "hooks that only this rank runs are a common cause",
+    "hooks that only this rank runs are a common cause. If its time grows with its samples, "
+    "batch_size = balanced makes up for it",
     "optimizer": "look for work that only this rank does after a step: logging, saving, clipping",
     "other": "look for work that only this rank does there: reading data without a DataLoader, logging, metrics, "
     "saving; in the console (gputrain attach), K on the rank's page shows where",
@@ -48,7 +50,8 @@ ADVICE = {
     "cpuset": "give it more cores (cpuset.cpus of the cgroup; docker --cpuset-cpus, Slurm --cpus-per-task)",
     "cpu_affinity": "give it more cores (taskset, numactl, srun --cpu-bind)",
     "gpu_clock": "check its clocks and throttle reasons (nvidia-smi -q -d CLOCK,PERFORMANCE,POWER), its power limit "
-    "and fixed clocks, or use another GPU; a slower model stays behind as long as ranks get equal batches",
+    "and fixed clocks, or use another GPU; a slower model stays behind as long as ranks get equal batches "
+    "(batch_size = balanced)",
     "gpu_thermal": "check its fans, air flow and the slots beside it; until then lower its power limit "
     "(nvidia-smi -pl) or leave this GPU out",
     "unattributed": "compare this rank's phases with the others' in the evidence; if several are longer at once, "
@@ -71,7 +74,12 @@ ADVICE = {
     "imbalance_tokens": "give all ranks the same number of tokens in each step: group samples of equal length "
     "(sort them, max_tokens), or balance the tokens over the ranks",
     "imbalance_samples": "give all ranks the same number of samples in each step (a DistributedSampler with "
-    "drop_last) or, if their speeds differ, in proportion to speed",
+    "drop_last) or, if their speeds differ, in proportion to speed (batch_size = balanced)",
+    "uneven_speeds": 'set batch_size = "balanced" and global_batch_size to the samples of all ranks in a step: each '
+    "rank gets the share that it can carry, and what is learned stays the same (gputrain help shares). If a device "
+    "should be as fast as the others, look for another job on it, its clock and its cooling first",
+    "uneven_speeds_script": "let each rank take the share of watched.shares() (gputrain help scripts). If a device "
+    "should be as fast as the others, look for another job on it, its clock and its cooling first",
     "memory_creep": "something keeps growing: losses kept with their graphs, lists of outputs, unbounded caches",
     "non_finite": "a learning rate that is too high is the usual cause. Stop the run, as it learns nothing more, and "
     "resume from a checkpoint from before step {step} with a lower one, with clipped gradients (clipping does not "

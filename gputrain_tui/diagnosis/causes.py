@@ -8,11 +8,9 @@ from statistics import median
 
 from gputrain_tui.diagnosis import thresholds as limit
 from gputrain_tui.diagnosis.advice import CAUSE_NAMES, THROTTLE_NAMES
-from gputrain_tui.diagnosis.row import PHASES, StepRow
+from gputrain_tui.diagnosis.row import DEVICE_PHASES, PHASES, StepRow
 from gputrain_tui.diagnosis.statistics import midmean
 from gputrain_tui.state import RunState
-
-DEVICE_PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ def hang(
         view = None if finding.rank is None else state.ranks.get(finding.rank)
         if kind != "stalled" or view is None or finding.cause == "left" or _is_debugged(state, view):
             continue
-        silence_s = activity.silence_s(view, now, since=state.silence_changed_at)
+        silence_s = activity.silence_s(view, now, since=state.silence_ended_at)
         if timeout_s is None:
             longest_s = state.longest_stay_s.get(view.stage)
             learned_s = limit_s if longest_s is None else max(limit.MIN_HANG_S, limit.HANG_MULTIPLE * longest_s)

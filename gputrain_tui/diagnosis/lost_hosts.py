@@ -1,10 +1,11 @@
-"""Decides when a silent host is lost: by its silence and by the steps of the others, never by one of them alone."""
+"""Decides when a silent host is lost: by its silence, the steps of the others and its ranks' heartbeats to them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from gputrain_tui.diagnosis.stall import RankActivity
+from gputrain_tui.diagnosis.thresholds import LOST_TOGETHER_S
 from gputrain_tui.state import RunState
 
 
@@ -15,7 +16,9 @@ def lost_nodes(
 
     A host is lost if nothing has come from it for the time-out, and the ranks of the hosts that answer have made no
     step for half of it and for two of their longest steps: they wait for its ranks. Where they make steps, its ranks do
-    as well, and only the connection is cut. Where no host answers, it is this machine that is cut off.
+    as well, and only the connection is cut; likewise where they get the heartbeats of its ranks, as during a long
+    validation. Where no host answers, it is this machine that is cut off. Hosts that answer again count from the last
+    of them on: their record follows, and others may need longer.
 
     Args:
         state: the run.
@@ -24,14 +27,20 @@ def lost_nodes(
         silent_s: node to the seconds since the last message of its host, 0 for this machine.
         timeout_s: ``cluster.host_timeout``.
     """
-    silent = [node for node, seconds in sorted(silent_s.items()) if seconds >= timeout_s]
-    heard = _ranks(state, [node for node, seconds in silent_s.items() if seconds < timeout_s / 2])
-    stepped_at = max((activity.progressed_at[rank] for rank in heard if rank in activity.progressed_at), default=None)
-    if not silent or stepped_at is None:
+    longest_s = max(silent_s.values(), default=0.0)
+    if longest_s < timeout_s:
         return []
-    longest_s = state.longest_stay_s.get("training", 0.0)
-    return silent if now - stepped_at >= max(timeout_s / 2, 2 * longest_s) else []
-
-
-def _ranks(state: RunState, nodes: Collection[int]) -> list[int]:
-    return [view.rank for view in state.ranks.values() if view.node in nodes]
+    least_s = min(timeout_s, longest_s - LOST_TOGETHER_S)
+    silent = [node for node, seconds in sorted(silent_s.items()) if seconds >= least_s]
+    noted = [state.ranks[rank].node for kind, rank in state.findings if kind == "host_silent" and rank in state.ranks]
+    answers = [node for node, seconds in silent_s.items() if seconds < timeout_s / 2 and node not in noted]
+    heard = [view for view in state.ranks.values() if view.node in answers]
+    stepped_at = [activity.progressed_at[view.rank] for view in heard if view.rank in activity.progressed_at]
+    if not stepped_at:
+        return []
+    waited_s = now - max(*stepped_at, state.silence_ended_at)
+    if waited_s < max(timeout_s / 2, 2 * state.longest_stay_s.get("training", 0.0)):
+        return []
+    unheard = [view.unheard for view in heard if view.unheard is not None]
+    beats = {view.node for view in state.ranks.values() if unheard and not any(view.rank in ranks for ranks in unheard)}
+    return [node for node in silent if node not in beats]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 from statistics import fmean, median, median_low
@@ -21,6 +21,8 @@ from gputrain_tui.state.synchronisation import late_ms
 
 PHASES = ("data", "h2d", "forward", "backward", "optimizer", "other")
 """Phases between two synchronisations; ``other`` is the unmeasured rest of the step."""
+DEVICE_PHASES = ("forward", "backward", "optimizer")
+"""Those that a slower device makes longer."""
 
 
 class StepPhases(NamedTuple):
@@ -69,10 +71,13 @@ class StepRow:
     steps: int = 1
     group_waits: Sequence[Mapping[ProcessGroup, float]] = ()
     """Per rank its wait in each of its process groups, mean ms; empty where the record has none by group."""
+    synchronised: Sequence[Sequence[int]] = ()
+    """Ranks that wait for each other, by index; empty where all do."""
     straggling: bool = False
     """Whether a straggler was known at this step, so that the row does not count for the usual noise."""
-    _sorted: dict[str, list[float]] = field(default_factory=dict)
-    _without_wait: tuple[object, StepRow] | None = None
+    _sorted: dict[str, list[float]] = field(default_factory=dict, init=False)
+    _without_wait: tuple[object, StepRow] | None = field(default=None, init=False)
+    _levelled: tuple[Sequence[float], StepRow] | None = field(default=None, init=False)
 
     @cached_property
     def synced(self) -> bool:
@@ -163,7 +168,7 @@ class StepRow:
     def late_ms(self, index: int) -> float:
         """Return a rank's lateness for the synchronisation, ms."""
         waits = self.waits or [tuple(rank_phases.exposed or 0.0 for rank_phases in self.phases)]
-        return fmean(late_ms(each)[index] for each in waits)
+        return fmean(late_ms(each, self.synchronised)[index] for each in waits)
 
     def waiting(self, group: ProcessGroup, index: int, ranks: Sequence[int]) -> dict[int, float]:
         """Return how much longer than one rank each other one of its group waits in that group, ms; by rank.
@@ -187,9 +192,29 @@ class StepRow:
                 lead = first.before_forward - rank_phases.before_forward
                 wait = max(0.0, min(rank_phases.forward - first.forward, lead))
                 all_phases[index] = rank_phases._replace(forward=rank_phases.forward - wait, own=rank_phases.own - wait)
-            row = StepRow(self.step, all_phases, self.waits, self.steps, self.group_waits, self.straggling)
+            row = replace(self, phases=all_phases)
             self._without_wait = key, row
         return self._without_wait[1]
+
+    def at_one_speed(self, slowness: Sequence[float]) -> StepRow:
+        """Return the row as if every rank's device were as fast as the fastest one.
+
+        ``slowness``: by index, how many times as long as that one a rank computes for a sample. What a rank takes
+        beyond that stays; a rank that is faster for once is not taken for faster than the fastest.
+        """
+        if self._levelled is None or self._levelled[0] is not slowness:
+            fastest = self.phases[min(range(len(slowness)), key=slowness.__getitem__)]
+            all_phases = []
+            for rank_phases, ratio in zip(self.phases, slowness, strict=True):
+                times = {
+                    name: max(min(getattr(fastest, name), own), own / ratio)
+                    for name in DEVICE_PHASES
+                    if (own := getattr(rank_phases, name)) > 0.0
+                }
+                saved = sum(getattr(rank_phases, name) - ms for name, ms in times.items())
+                all_phases.append(rank_phases._replace(**times, own=rank_phases.own - saved))
+            self._levelled = slowness, replace(self, phases=all_phases)
+        return self._levelled[1]
 
     def _column(self, phase: str) -> list[float]:
         ranked = self._sorted.get(phase)

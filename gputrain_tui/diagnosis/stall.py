@@ -19,7 +19,6 @@ from gputrain_tui.diagnosis.collective_waits import waiting_text, waits, with_mi
 from gputrain_tui.diagnosis.symptom import Symptom
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.standstill import RecordWatch
-from gputrain_tui.state.synchronisation import synchronised
 
 PHASE_TEXT = {
     "data": "waiting for data",
@@ -103,7 +102,7 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
     if any(kind == "host_silent" for kind, _ in state.findings):
         return []  # the progress of its ranks is unknown, and the others wait for them
     symptoms: list[Symptom] = []
-    for ranks in synchronised(state.ranks.values()):
+    for ranks in state.synchronised():
         views = [view for rank, view in state.ranks.items() if rank in ranks]
         found = _stalls_among(state, views, activity, now)
         symptoms += with_mismatch(found, views, state.stacks) if found else []
@@ -116,7 +115,7 @@ def _stalls_among(state: RunState, views: Sequence[RankView], activity: RankActi
     if not running:
         return []
     # Events that a silent host has held back arrive late: time counts from the end of the silence.
-    silences = {view.rank: activity.silence_s(view, now, since=state.silence_changed_at) for view in running}
+    silences = {view.rank: activity.silence_s(view, now, since=state.silence_ended_at) for view in running}
     if stopped := [view for view in running if _is_stopped(view) and silences[view.rank] >= limit.MIN_STOPPED_S]:
         return [_stopped_symptom(view, silences[view.rank]) for view in stopped]
     shortest_s = min(silences.values())
@@ -154,7 +153,7 @@ def _stalls_among(state: RunState, views: Sequence[RankView], activity: RankActi
         return symptoms
     learnt_s = _stall_threshold_s(state, running)
     if learnt_s is None:
-        return _idle_symptoms(running, activity, now, state.silence_changed_at)
+        return _idle_symptoms(running, activity, now, state.silence_ended_at)
     busy = all(view.stage == "training" and _busy_or_idle(view) == "busy" for view in running)
     threshold_s = max(learnt_s, limit.NEW_STAGE_BUSY_S if busy else limit.MIN_COMMON_STALL_S)
     if shortest_s < threshold_s / 2:

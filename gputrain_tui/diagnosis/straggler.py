@@ -25,16 +25,23 @@ from gputrain_tui.tables import ranks_text
 
 
 def stragglers(
-    state: RunState, timeline: Timeline, *, uneven: bool = False, throttled: Set[int] = frozenset()
+    state: RunState,
+    timeline: Timeline,
+    *,
+    uneven: bool = False,
+    throttled: Set[int] = frozenset(),
+    slowness: Sequence[float] = (),
 ) -> list[Symptom]:
     """Return the late ranks, each with its cause if that is known; ``throttled``: those that a CPU quota holds back.
+
+    ``slowness``: by index, how many times as long as the fastest a rank computes by nature, which is no lateness.
 
     Rows whose waits for the synchronisation were not measured are skipped. Where work is known to be uneven, a rank may
     by chance be late in most steps of a window, but not in those of several.
     """
     if len(timeline.ranks) < 2 or not any(row.synced for row in timeline.last(WINDOW_ROWS)):
         return []
-    rows = [row for row in timeline.rows if row.synced]
+    rows = [row.at_one_speed(slowness) if slowness else row for row in timeline.rows if row.synced]
     earlier_rows = 2  # before a short window: their noise is a difference, which needs two
     if len(rows) < limit.SHORT_WINDOW_ROWS + earlier_rows:
         return []

@@ -110,6 +110,16 @@ MAX_CORE_WAIT_SHARE = threshold(0.5, "share", "uneven_work_is_found_with_its_cau
 are the cause."""
 
 
+# ------------------------------------------------------------ ranks of different speeds
+
+SPEED_BLOCKS = threshold(5, "blocks", "ranks_that_are_slow_for_a_while_from_the_first_step_on_have_no_uneven_speeds")
+"""Windows of rows from the first step on that must show the same differences of speed: a minute's other work on a
+machine, or caches that fill, must not look like another device."""
+SPEED_GAIN_SHARE = threshold(0.1, "share", "uneven_speeds_count_by_what_shares_in_proportion_would_bring")
+"""Share of a step that balanced shares would save for a finding; below, noise and what does not depend on samples
+take the gain."""
+
+
 # ------------------------------------------------------------ runs bound by input, communication or their own code
 
 BOUND_WINDOW_STEPS = threshold(60, "steps", "waiting_for_data_on_all_ranks_is_input_bound")
@@ -208,6 +218,8 @@ HANG_MULTIPLE = threshold(10.0, "ratio", "a_hang_is_taken_to_last_by_what_the_ru
 """Time after which a stall ends the run, as a multiple of the longest stay in the same stage so far."""
 MIN_HANG_S = threshold(60.0, "s", "a_hang_is_taken_to_last_by_what_the_run_has_shown")
 """Least time after which a stall ends the run: file systems and networks pause for tens of seconds."""
+LOST_TOGETHER_S = threshold(2.0, "s", "a_host_is_lost_where_it_is_silent_and_the_others_wait")
+"""Hosts that were heard of last within this time of each other were cut off together: each is heard of every second."""
 NEW_STAGE_IDLE_S = threshold(60.0, "s", "while_ranks_join_those_that_are_missing_are_named")
 """Threshold in a stage that no rank has left yet, while its processes are idle."""
 NEW_STAGE_BUSY_S = threshold(300.0, "s", "ranks_that_are_all_busy_between_two_steps_may_be_evaluating")

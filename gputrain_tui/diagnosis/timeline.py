@@ -103,6 +103,8 @@ class Timeline:
         self._last_row = 0
         """Last step that is in a row, or was skipped."""
         self._last_warm_up = 0
+        self._synchronised: Sequence[Sequence[int]] = ()
+        """Ranks that wait for each other, by index; empty where all do."""
 
     def follow(self, state: RunState) -> None:
         """Add the rows of new events; start over after the restart of a rank."""
@@ -120,7 +122,19 @@ class Timeline:
                 steps.append_new(view)
             self._last_warm_up = max(view.started_at for view in views) + limit.WARM_UP_STEPS
             self._last_row = max(steps.ranges[0].first for steps in self._rank_steps) - 1
+        sets, indices = state.synchronised(), {rank: index for index, rank in enumerate(ranks)}
+        self._synchronised = [[indices[rank] for rank in sorted(of)] for of in sets] if len(sets) > 1 else ()
+        self._start_at_newest_shares(state)
         self._add_rows()
+
+    def _start_at_newest_shares(self, state: RunState) -> None:
+        """Forget the rows before the newest change of the ranks' shares: their work was another one."""
+        change = state.shares.newest
+        if change is not None and change.step - 1 > self._last_warm_up:
+            self._last_warm_up = change.step - 1
+            kept = [row for row in self.rows if row.step >= change.step]
+            self.rows.clear()
+            self.rows.extend(kept)
 
     def last(self, count: int) -> list[StepRow]:
         return list(islice(self.rows, max(len(self.rows) - count, 0), None))
@@ -166,7 +180,8 @@ class Timeline:
                 return  # a rank's record has a gap within these steps
             waits = [cast(tuple[float, ...], each) for each in zip(*each_rank, strict=True) if None not in each]
             groups = [_mean_group_waits(each) for each in parts]
-            self.rows.append(StepRow(last, measured, waits, last - first + 1, groups if any(groups) else ()))
+            group_waits = groups if any(groups) else ()
+            self.rows.append(StepRow(last, measured, waits, last - first + 1, group_waits, self._synchronised))
 
 
 def _within(steps: RankSteps, first: int, last: int) -> Iterator[tuple[int, StepRange]]:

@@ -11,6 +11,7 @@ from gputrain_tui.headless.progress import Piece, event_line, paint
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.figures import noise_text, run_throughput
 from gputrain_tui.state.finding_text import failure_words, run_mark
+from gputrain_tui.state.share_changes import change_text
 from gputrain_tui.tables import TableColumn, duration, on_ranks, table, width as cells
 from trainer.contract.outcome import RESTARTED
 from trainer.contract.record import Failure
@@ -30,6 +31,7 @@ COLUMNS: tuple[tuple[TableColumn, int, Callable[[RankView, Lateness], str]], ...
     (TableColumn("host"), 2, lambda view, _: view.host or ""),
     (TableColumn("device"), 3, lambda view, _: view.device or ""),
     (TableColumn("steps", right=True), 0, lambda view, _: number(view.totals.steps, 0)),
+    (TableColumn("share", right=True), 0, lambda view, _: number(view.share, 0)),
     (TableColumn("loss", right=True), 0, lambda view, _: loss_text(view.loss)),
     (TableColumn("samples/s", right=True), 0, lambda view, _: number(view.totals.samples_per_s)),
     (TableColumn("steps/s", right=True), 0, lambda view, _: number(view.totals.steps_per_s)),
@@ -43,7 +45,8 @@ COLUMNS: tuple[tuple[TableColumn, int, Callable[[RankView, Lateness], str]], ...
 )
 """Columns of the closing table: title, order of omission on a narrow terminal (0: never), cell.
 
-The loss is of the rank's last step, all other values are over the whole run; the shares of a step add up to 100 %.
+The loss is of the rank's last step, the share its samples of the last micro-steps where shares are balanced; all other
+values are over the whole run. The shares of a step's time add up to 100 %.
 Steps a second stand in for samples where no rank counts any.
 """
 
@@ -54,7 +57,8 @@ def closing_table(state: RunState, width: int) -> list[list[Piece]]:
     hidden = len(views) - MAX_TABLE_RANKS
     late = state.lateness()
     without = "samples/s" if run_throughput(views).samples_per_s is None else "steps/s"
-    columns = [column for column in COLUMNS if column[0].title != without]
+    hidden_titles = {without} if state.shares.newest is not None else {without, "share"}
+    columns = [column for column in COLUMNS if column[0].title not in hidden_titles]
     if hidden > 0:
         views = sorted(views, key=lambda view: (-late.get(view.rank, 0.0), view.rank))[:MAX_TABLE_RANKS]
     for dropped in range(6 if late else 5, 0, -1):
@@ -82,6 +86,8 @@ def closing_lines(state: RunState, width: int, *, host: str = "") -> list[list[P
         over = f"in {_seconds(rates.stepping_s)} of steps"
         text = "  ".join(filter(None, [f"{number(rate)} {unit}", further_rates(rates), over]))
         lines.append([(f"{'all ranks' if len(state.ranks) > 1 else 'rate':<11}", "dim"), (text, "")])
+    if (change := state.shares.newest) is not None:
+        lines.append([("shares     ", "dim"), (change_text(change).removeprefix("shares "), "")])
     lines += [[("not seen   ", "dim"), (text, "dim")] for text in _unseen(state)]
     for split in ("valid", "test"):
         validation = state.last_validation(split)
@@ -91,7 +97,8 @@ def closing_lines(state: RunState, width: int, *, host: str = "") -> list[list[P
     if noise := noise_text(state.noise_scale):
         lines.append([("noise      ", "dim"), (f"the noise scale is {noise}", "")])
     if (agree := state.desync.equal) is not None and state.world_size > 1:
-        text = "equal on all ranks" if agree else "DIFFER between ranks"
+        alike = "divided among the ranks" if state.desync.divided else "equal on all ranks"
+        text = alike if agree else "DIFFER between ranks"
         if bad := state.desync.non_finite:
             where = on_ranks(bad, state.world_size)
             text = f"NaN or infinite {where}" if agree else f"{text}; NaN or infinite {where}"

@@ -18,6 +18,7 @@ from gputrain_tui.headless.number_text import further_rates, loss_text, number, 
 from gputrain_tui.hosts.host_names import is_pending
 from gputrain_tui.lifecycle.attempt_outcome import ACCEPTED_STATES
 from gputrain_tui.state import RunState
+from gputrain_tui.state.share_changes import change_text, gain_text, shares_text
 from gputrain_tui.state.standstill import Standstill, StepWatch
 from gputrain_tui.tables import duration, evaluation, of_weights, printable, ranks_text, size
 from trainer.contract.outcome import (
@@ -30,7 +31,7 @@ from trainer.contract.outcome import (
     RESTARTED,
     SEED_ON_RESUME,
 )
-from trainer.contract.record import AnyEvent, Checkpoint, Finding, Lost, Queued, Step, Validation
+from trainer.contract.record import AnyEvent, Checkpoint, Finding, Lost, Queued, ShareChange, Step, Validation
 from trainer.contract.record.unrecorded import RECORD_INCOMPLETE
 
 if TYPE_CHECKING:
@@ -198,12 +199,15 @@ def plain_line(state: RunState, *, now: float, standstill: Standstill | None = N
 
 
 def event_line(event: AnyEvent) -> list[Piece] | None:
-    """Return a line for an evaluation, checkpoint, finding, queued job or lost events; None for other events."""
+    """Return a line for an evaluation, checkpoint, finding, change of shares, queued job or lost events, else None."""
     match event:
         case Validation():
             weights, step = event.weights_step, f"epoch {event.epoch}  step {event.step}"
             text = evaluation(step if weights is None else of_weights(weights), event.loss, event.metrics)
             return [(f"{event.split} ", "dim"), (text, "")]
+        case ShareChange() if event.cause != "start":
+            gain = "" if event.measured_ms is None else f"with shares {shares_text(event.shares)} {gain_text(event)}"
+            return [(gain or change_text(event), "")]
         case Checkpoint():
             return [(f"saved step {event.step}  {event.path} ({size(event.bytes)})", "dim")]
         case Finding() if event.kind in SHOWN_INFOS:

@@ -7,7 +7,7 @@ no clock, no I/O, bounded memory for any number of steps and ranks.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import exp, isfinite, nan
 from typing import Literal
@@ -22,7 +22,7 @@ BandMetric = Literal["loss", "sync_exposed_ms", "step_ms"]
 Metric = Literal["loss", "sync_exposed_ms", "step_ms", "late_ms"]
 BAND_METRICS: tuple[BandMetric, ...] = ("loss", "sync_exposed_ms", "step_ms")
 METRICS: tuple[Metric, ...] = (*BAND_METRICS, "late_ms")
-"""Values of a frame per rank; ``late_ms`` is how much later than the first rank this one was ready to synchronise."""
+"""Values of a frame per rank; ``late_ms`` is how much later this one was ready to synchronise than the first one."""
 LEAD_SPANS, LEAD_COLUMNS = 5, 256
 """Smoothing spans before a range of steps from which its moving average is initialised, and the columns in which they
 are read; older steps have a weight below 1 %."""
@@ -47,8 +47,10 @@ class Series:
     ``version`` grows with every complete step, so that a chart repaints only when there is something new.
     """
 
-    def __init__(self, world_size: int = 0) -> None:
+    def __init__(self, world_size: int = 0, synchronised: Callable[[], Sequence[Collection[int]]] = tuple) -> None:
+        """Start without events; ``synchronised`` returns the sets of ranks that wait for each other, none: all do."""
         self.version = 0
+        self._synchronised = synchronised
         self.world_size = world_size
         """Ranks that must report a step; grows with the ranks that appear in events, until ``change_world``."""
         self._is_fixed = False
@@ -235,7 +237,7 @@ class Series:
         duration = self._add_band("step_ms", step, [None if e is None else e.step_ms for e in events], blocks)
         late: array[float] | None = None
         if sync is not None and len(row) == self.world_size > 1:
-            late = array("f", late_ms(sync))
+            late = array("f", late_ms(sync, self._synchronised()))
         first = key if self._width == 1 else key * self._width + 1
         self._frames.append(Frame(first, step, (loss, sync, duration, late)))
         self._completed = key

@@ -56,6 +56,8 @@ class Gpu:
     uuid: str
     pci_bus_id: str = ""
     name: str = ""
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability, such as 8 and 0."""
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
     utilization_percent: float | None = None
@@ -179,6 +181,7 @@ def gpu_from(raw: RawGpu, owners: Mapping[int, tuple[str, str]], claim: GpuClaim
         uuid=raw.uuid or "",
         pci_bus_id=(raw.pci_bus_id or "").lower(),
         name=raw.name or "",
+        capability=raw.capability,
         power_limit_watts=raw.power_limit_watts,
         mig=raw.mig,
         prohibited=raw.compute_mode == 2,  # NVML_COMPUTEMODE_PROHIBITED

@@ -56,6 +56,8 @@ class LiveDiagnosis:
         """After the events read so far."""
         self.due = clock() + INTERVAL_S
         """Time of the next check, by ``clock``."""
+        self.is_current = False
+        """Whether ``state`` is after all events that were on record at the last check."""
         self._dir = run_dir
         self._diagnosis = Diagnosis()
         self._now = now
@@ -80,6 +82,7 @@ class LiveDiagnosis:
         began = self._cost()
         self.state.apply_all(self._reader.poll())
         behind = self._reader.backlog_bytes > 0
+        self.is_current = not behind
         findings = [] if behind else self._diagnosis.update(self.state, self._now())
         pause_s = 0.0 if behind else INTERVAL_S
         spent_s = self._cost() - began

@@ -93,8 +93,11 @@ class NextAttempt:
 
     def _await_hosts(self, plan: Plan, failure: Failure) -> dict[str, str]:
         """Wait until all hosts of the next attempt answer; return those that do not, each with the reason."""
-        if failure.kind == "node_lost":
-            self._tell(AWAITS_HOSTS, f"waiting up to {self._wait_s:g} s until all hosts answer, to start again")
+        if failure.kind != "node_lost" and not self._launcher.await_hosts(
+            plan, wait_s=0.0, stop_request=self._stop_request
+        ):
+            return {}
+        self._tell(AWAITS_HOSTS, f"waiting up to {self._wait_s:g} s until all hosts answer, to start again")
         return self._launcher.await_hosts(plan, wait_s=self._wait_s, stop_request=self._stop_request)
 
     def _await_network(self, plan: Plan, failure: Failure) -> str:

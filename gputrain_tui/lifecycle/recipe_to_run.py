@@ -128,6 +128,8 @@ def evaluation_recipe(
     schema = options_schema(recipe.train.task)
     task_options = None if schema is None else msgspec.convert(dict(recipe.task_options), schema)
     sizes = recipe.train.batch_size
+    if isinstance(sizes, tuple):
+        sizes = (max(sizes),)  # one value fits any number of ranks, and all have the same batches
     train = msgspec.structs.replace(
         recipe.train,
         eval_only=str(checkpoint),
@@ -137,7 +139,7 @@ def evaluation_recipe(
         save_dir=None,
         finetune_from=None,
         finetune_partial=False,
-        batch_size=sizes and (max(sizes),),  # one value fits any number of ranks, and all have the same batches
+        batch_size=sizes,
     )
     require_consistent(train, task_options, where=lambda name: {"eval_split": "--split"}.get(name, f"train.{name}"))
     changed = frozenset({("train", "eval_only"), ("train", "eval_split")})

@@ -1,4 +1,4 @@
-"""Reports a run to TensorBoard, wandb and ``on_end``, by ``[report]`` of its recipe; errors become warnings of the run.
+"""Reports a run to TensorBoard, wandb and commands, by ``[report]`` of its recipe; errors become warnings of the run.
 
 Imported after the nodes are started, so that it does not delay the first step.
 """
@@ -10,18 +10,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gputrain_tui import paths
 from gputrain_tui.history.status_file import Status, read_status
 from gputrain_tui.lifecycle.attempt_outcome import last_lines
+from gputrain_tui.lifecycle.finding_command import COMMAND_TIMEOUT_S, FindingCommand, describe_end
 from gputrain_tui.lifecycle.run_checkpoints import recorded_table
 from gputrain_tui.recipe.model import ReportOptions
 from gputrain_tui.state.finding_text import run_mark
 from trainer.contract.errors import printable
-from trainer.contract.record import RunDir
+from trainer.contract.record import Finding, RunDir
 from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.schema import check
 from trainer.host.processes import RUN, descendants
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 SINK_TIMEOUT_S = 30.0
 """Time limit of a sink for the rest of the record after the end of the run, in which wandb uploads."""
-ON_END_TIMEOUT_S = 30.0
-"""Time limit of the command ``on_end``, after which it is killed; `gputrain run` in the foreground waits for it."""
 POLL_S = 0.05
 """Time between two checks whether a stop request ends the wait for a process."""
 
@@ -87,12 +86,13 @@ class LiveSink:
 
 
 class RunReport:
-    """Live sinks and end command of one run."""
+    """Live sinks of one run, and its commands for findings and for the end."""
 
     def __init__(self, run_dir: RunDir, options: ReportOptions) -> None:
         self._dir = run_dir
         self._options = options
         self._sinks: list[LiveSink] = []
+        self._on_finding = None if options.on_finding is None else FindingCommand(run_dir, options.on_finding)
 
     def begin(self) -> list[str]:
         """Start the sinks; return a line for each one that cannot be started."""
@@ -107,16 +107,24 @@ class RunReport:
         return problems
 
     def pids(self) -> set[int]:
-        """Return the processes of the sinks, which continue from one attempt to the next."""
-        return set().union(*(sink.pids() for sink in self._sinks))
+        """Return the processes of sinks and commands, which continue from one attempt to the next."""
+        commands = set() if self._on_finding is None else self._on_finding.pids()
+        return commands.union(*(sink.pids() for sink in self._sinks))
+
+    def tell(self, findings: Iterable[Finding]) -> None:
+        """Run ``on_finding`` for those that are new among the findings that stand, and for those that no longer do."""
+        if self._on_finding is not None:
+            self._on_finding.update(findings)
 
     def problems(self) -> list[str]:
-        """Return a line for each sink that has failed since the last call."""
-        return [problem for sink in self._sinks if (problem := sink.problem())]
+        """Return a line for each sink or command that has failed since the last call."""
+        commands = [] if self._on_finding is None else self._on_finding.problems()
+        return [*commands, *(problem for sink in self._sinks if (problem := sink.problem()))]
 
     def end(self, writer: RunStatusWriter, *, is_interrupted: Callable[[], bool] = bool) -> None:
         """End the sinks and run ``on_end``; called once per run, after its final status, by the holder of the lock."""
-        problems = [sink.end(is_interrupted=is_interrupted) for sink in self._sinks]
+        problems = [] if self._on_finding is None else self._on_finding.wait(is_interrupted=is_interrupted)
+        problems += [sink.end(is_interrupted=is_interrupted) for sink in self._sinks]
         if self._options.on_end:
             problems.append(run_on_end(self._options.on_end, self._dir, writer.status, is_interrupted=is_interrupted))
         for problem in filter(None, problems):
@@ -163,15 +171,12 @@ def run_on_end(command: str, run_dir: RunDir, status: Status, *, is_interrupted:
 
 
 def _await_on_end(process: subprocess.Popen[bytes], is_interrupted: Callable[[], bool]) -> str:
-    if not _wait(process, ON_END_TIMEOUT_S, is_interrupted):
+    if not _wait(process, COMMAND_TIMEOUT_S, is_interrupted):
         in_time = is_interrupted()
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        return "was killed before it ended" if in_time else f"took longer than {ON_END_TIMEOUT_S:.0f} s and was killed"
-    code = process.returncode
-    if not code:
-        return ""
-    return f"was killed by signal {-code}" if code < 0 else f"has failed with exit code {code}"
+        return "was killed before it ended" if in_time else describe_end(None)
+    return describe_end(process.returncode)
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float, is_interrupted: Callable[[], bool]) -> bool:

@@ -133,11 +133,13 @@ class RunStatusWriter:
             log_line(f"cannot record {type(event).__name__}: {error.strerror}")
 
     def follow(self, state: RunState) -> None:
-        """Write the newest validation loss into the status, and the number of ranks, if they have changed."""
+        """Write the newest validation loss, the shares and the number of ranks into the status if they have changed."""
         valid, status = _valid(state), self._status
         has_changed = self._follow_world(state)
         if valid is not None and valid != status.valid:
             status.valid, has_changed = valid, True
+        if (change := state.shares.newest) is not None and change.shares != status.shares:
+            status.shares, has_changed = change.shares, True
         if has_changed:
             self._write_status()
 
@@ -188,6 +190,7 @@ class RunStatusWriter:
             status.noise_scale = None if state.noise_scale is None else state.noise_scale.samples
             status.findings = marking(roll_up(state.findings.values(), state.ranks))
             status.valid = _valid(state)
+            status.shares = None if state.shares.newest is None else state.shares.newest.shares
         self.record(
             RunEnded(
                 time=status.ended,

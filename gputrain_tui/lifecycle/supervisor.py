@@ -202,7 +202,7 @@ class Supervisor:
                 self._directory.check()
                 self._launcher.request_stacks(attempt.running.values(), self._directory.stack_request)
                 self._record(silence_findings(self._silent, attempt.running.values(), self._plan))
-                self._warn([] if self._report is None else self._report.problems())
+                self._follow_report()
             if time.monotonic() >= self._gaps.due:
                 self._record(self._gaps.check())
             if not attempt.stop_level and time.monotonic() >= self._diagnosis.due:
@@ -307,6 +307,8 @@ class Supervisor:
             state.apply_all(self._gaps.findings.values())
         if state is not None and self._status_writer.missing_record:
             state.add_gap(time.time(), self._status_writer.missing_record)
+        if state is not None and self._report is not None:
+            self._report.tell(state.findings.values())
         if self._launcher.continues(ended, self.dir) and not left and state is not None and state.has_progressed:
             requested_at = self._stop_request.requested_at
             saving_s = None if requested_at is None else time.time() - requested_at
@@ -325,6 +327,12 @@ class Supervisor:
 
         self._report = read_report(self.dir, adopted=self._adopting)
         self._warn([] if self._report is None else self._report.begin())
+
+    def _follow_report(self) -> None:
+        if self._report is not None:
+            if self._diagnosis.is_current:
+                self._report.tell(self._diagnosis.state.findings.values())
+            self._warn(self._report.problems())
 
 
 def main() -> int:

@@ -30,7 +30,7 @@ def recipe_without(recipe: Recipe, plan: Plan, lost: Collection[str]) -> Recipe:
     if count < least:
         raise RequestError(f"{count} of {plan.world_size} ranks are left, but cluster.min_ranks is {least}")
     sizes = recipe.train.batch_size
-    if sizes is not None and len(sizes) > 1:
+    if isinstance(sizes, tuple) and len(sizes) > 1:
         sizes = tuple(sizes[rank] for node in left for rank in node.ranks)
     init_method = recipe.cluster.init_method
     url = parse_rendezvous_url(init_method)
@@ -71,6 +71,8 @@ def describe_fewer(before: Plan, after: Plan, recipe: Recipe, lost: Collection[s
     if recipe.script is not None:
         return text
     train = recipe.train
+    if train.batch_size == "balanced":
+        return f"{text}, which divide the same {train.global_batch_size} samples, with the same learning rate"
     if not train.batch_size or train.max_tokens:
         return f"{text}, each with its batch size, and the same learning rate"
     sizes = train.batch_size * before.world_size if len(train.batch_size) == 1 else train.batch_size

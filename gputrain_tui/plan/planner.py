@@ -17,7 +17,7 @@ from gputrain_tui.shell_words import shell_joined, shell_quoted
 from gputrain_tui.tables import printable
 from trainer.contract.backends import is_nccl
 from trainer.contract.errors import RequestError, quoted
-from trainer.contract.option_rules import require_batch_sizes
+from trainer.contract.option_rules import require_ranks
 from trainer.contract.options import Distributed
 from trainer.contract.record.numbers import Rank, WorldSize
 from trainer.contract.rendezvous_url import parse_rendezvous_url, tcp_url
@@ -93,7 +93,7 @@ def plan(recipe: Recipe, inventories: Mapping[str, Inventory], *, local: LocalFa
             f"{recipe.where('distributed_world_size')} is {recipe.world_size}, but cluster.nodes has {counts} = "
             f"{world_size} ranks: give the nodes {recipe.world_size}, or set it to {world_size}"
         )
-    require_batch_sizes(recipe.train.batch_size, world_size, where=lambda name: recipe.where("train", name))
+    require_ranks(recipe.train, world_size, where=lambda name: recipe.where("train", name))
     run = Plan(
         world_size=world_size,
         init_method=_init_method(recipe, machines, world_size, local),

@@ -45,6 +45,7 @@ def run_checks(recipe: Recipe, plan: Plan, facts: PreflightFacts, *, local: Loca
     results = [
         *_inputs(recipe, facts, local_nodes),
         *_devices(recipe, plan, facts, local),
+        *gpu_models(recipe, plan, facts, local),
         *machine_checks(recipe, plan, facts, local_nodes),
         *_folders(recipe, plan, facts),
         *_sinks(recipe, facts),
@@ -138,17 +139,48 @@ def _rendezvous(recipe: Recipe, facts: PreflightFacts) -> Iterator[CheckResult]:
 
 def _devices(recipe: Recipe, plan: Plan, facts: PreflightFacts, local: LocalFacts) -> Iterator[CheckResult]:
     """Check that the GPUs of every node are free, if there is an inventory of its machine."""
-    for node in plan.nodes:
-        machine = THIS_MACHINE if is_local(node.host, local) else node.host
-        inventory = facts.inventories.get(machine)
-        if inventory is None or "cpu" in node.devices:
-            continue
-        host = "" if machine == THIS_MACHINE else machine
+    for node, host, gpus in _gpus_of(plan, facts, local):
         key = ranks_key(recipe, node)
-        gpus = [gpu for gpu in inventory.gpus if gpu.uuid in node.devices or gpu.index in node.devices]
         problems = [problem for gpu in gpus if (problem := _gpu(gpu, recipe, key, host)) is not None]
         count = len(set(node.devices))
         yield from problems or [ok("GPUs", f"{counted(count, 'free GPU')} for node {node.node}", key=key, host=host)]
+
+
+def _gpus_of(plan: Plan, facts: PreflightFacts, local: LocalFacts) -> Iterator[tuple[PlannedNode, str, Sequence[Gpu]]]:
+    """Yield the nodes on GPUs whose machine has an inventory, with its name in results and the GPUs of the node."""
+    for node in plan.nodes:
+        machine = THIS_MACHINE if is_local(node.host, local) else node.host
+        inventory = facts.inventories.get(machine)
+        if inventory is not None and "cpu" not in node.devices:
+            gpus = [gpu for gpu in inventory.gpus if gpu.uuid in node.devices or gpu.index in node.devices]
+            yield node, "" if machine == THIS_MACHINE else machine, gpus
+
+
+def gpu_models(recipe: Recipe, plan: Plan, facts: PreflightFacts, local: LocalFacts) -> Iterator[CheckResult]:
+    """Check that all GPUs compute in the training's precision, and note several models in one run."""
+    models: dict[str, int] = {}
+    for node, host, gpus in _gpus_of(plan, facts, local):
+        for gpu in gpus:
+            memory = "" if gpu.memory_total_bytes is None else f" of {size(gpu.memory_total_bytes)}"
+            model = (gpu.name or "GPU of an unknown model") + memory
+            models[model] = models.get(model, 0) + 1
+        # Tensor cores for bf16 came with compute capability 8.0; before, torch emulates it, slower than fp32.
+        lacking = [gpu for gpu in gpus if gpu.capability is not None and gpu.capability < (8, 0)]
+        if lacking and recipe.script is None and recipe.train.precision == "bf16":
+            names = [f"GPU {gpu.index} ({gpu.name}, compute capability {_dotted(gpu.capability)})" for gpu in lacking]
+            what = f"precision is bf16, which {shortened(names, most=3)} cannot compute: that needs 8.0"
+            leave_out = f"leave {'it' if len(lacking) == 1 else 'them'} out of {ranks_key(recipe, node)}"
+            fix = f'train.precision = "fp16" is fast on all, or {leave_out}'
+            yield error("precision", what, fix, key="train.precision", host=host)
+    if len(models) > 1:
+        listed = ", ".join(f"{count} x {model}" for model, count in models.items())
+        balanced = recipe.script is not None or recipe.train.batch_size == "balanced"
+        slowest = "" if balanced else ': a step takes as long as the slowest needs; train.batch_size = "balanced" helps'
+        yield CheckResult(status="note", check="GPU models", what=f"{listed}{slowest}")
+
+
+def _dotted(capability: tuple[int, int] | None) -> str:
+    return ".".join(map(str, capability or ()))
 
 
 def _gpu(gpu: Gpu, recipe: Recipe, key: str, host: str) -> CheckResult | None:

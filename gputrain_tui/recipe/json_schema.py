@@ -177,7 +177,8 @@ def _value(option: Option, made: dict[str, Any]) -> dict[str, Any]:
     one item in place of a list, a number in place of a text.
     """
     # TOML has no null: an option that may be None is left out.
-    rule = next((part for part in made.get("anyOf", ()) if {"type": "null"} in made["anyOf"]), made)
+    words = {"enum": list(option.words)}  # added below
+    rule = next((part for part in made.get("anyOf", ()) if {"type": "null"} in made["anyOf"] and part != words), made)
     rule = {key: value for key, value in rule.items() if key not in ("description", "default")}
     one = rule["items"] if option.kind == "list" else rule
     if one.get("type") == "integer":
@@ -185,9 +186,10 @@ def _value(option: Option, made: dict[str, Any]) -> dict[str, Any]:
     if option.spellings:
         rule["enum"] = [*rule["enum"], *(name for name in option.spellings if name not in rule["enum"])]
     if option.or_kind:
-        rule = {"anyOf": [rule, {"type": {"int": "integer", "bool": "boolean"}[option.or_kind]}]}
+        other = {"type": {"int": "integer", "bool": "boolean", "list": "array"}[option.or_kind]}
+        rule = {"anyOf": [rule, other | ({"items": {"type": "number"}} if option.or_kind == "list" else {})]}
     if option.kind == "list" and option.min_items <= 1:
-        rule = {"anyOf": [one, rule]}
+        rule = {"anyOf": [one, rule, *({"const": word} for word in option.words)]}
     described = {"description": option.help} if option.help else {}
     default = list(option.default) if isinstance(option.default, tuple) else option.default
     return described | rule | ({} if default is None else {"default": default})

@@ -45,6 +45,18 @@ class ReportOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ]
         | None
     ) = None
+    on_finding: (
+        Annotated[
+            str,
+            option_meta(
+                "Report",
+                "shell command to run when a finding is raised and when it is cleared, with GPUTRAIN_FINDING_KIND and "
+                "others set",
+                min_length=1,
+            ),
+        ]
+        | None
+    ) = None
 
     def __post_init__(self) -> None:
         if self.tensorboard == "false":

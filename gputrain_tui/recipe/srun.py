@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gputrain_tui.recipe.command_launchers import LaunchCommand
-from gputrain_tui.recipe.shell_text import ASSIGNMENT, EXPANSION, shown
+from gputrain_tui.recipe.shell_text import ASSIGNMENT, EXPANSION, require_no_expansion, shown
 from trainer.contract.errors import RequestError, quoted
 
 SHORT = {
@@ -75,7 +75,7 @@ def read_srun(argv: Sequence[str]) -> tuple[SlurmStep, list[str]]:
     """Return what the options of srun say, and the command behind them.
 
     Raises:
-        RequestError: an option would change the training, and no recipe can say it.
+        RequestError: an option would change the training, and no recipe can say it; or its value is not in the text.
     """
     given, rest = _split(argv)
     step = SlurmStep()
@@ -103,6 +103,7 @@ def read_srun(argv: Sequence[str]) -> tuple[SlurmStep, list[str]]:
     extra = [f"--{name}" + (f"={given[name]}" if given[name] else "") for name in FOR_SBATCH if name in given]
     for name in FOR_SBATCH:
         given.pop(name, None)
+    require_no_expansion([*step.options.values(), *extra, given.get("chdir", "")])
     if extra:
         step.options["extra"] = extra
     if (folder := given.pop("chdir", None)) is not None:
@@ -187,11 +188,11 @@ def _share(total: int, nodes: int, name: str) -> int:
 
 
 def _tasks_per_node(step: SlurmStep) -> int | None:
-    if step.tasks_per_node is None and step.tasks is not None:
-        return _share(step.tasks, step.nodes or 1, "ntasks")
-    if step.tasks is not None and step.nodes is None and step.tasks_per_node is not None:
-        step.nodes = max(1, step.tasks // step.tasks_per_node)
-    return step.tasks_per_node
+    if step.tasks is None:
+        return step.tasks_per_node
+    if step.nodes is None and step.tasks_per_node is not None:  # beside --ntasks it is the most that a node may have
+        step.nodes = -(-step.tasks // step.tasks_per_node)
+    return _share(step.tasks, step.nodes or 1, "ntasks")
 
 
 def apply_step(command: LaunchCommand, step: SlurmStep, *, launcher: str) -> None:
@@ -205,7 +206,6 @@ def apply_step(command: LaunchCommand, step: SlurmStep, *, launcher: str) -> Non
         count = step.nodes or 1
         node: dict[str, Any] = {"gpus": (step.gpus_per_node or tasks) if command.starts_ranks else tasks}
         command.notes = [note for note in command.notes if not note.startswith("python starts one process")]
-        command.notes.append("each rank gets RANK, WORLD_SIZE and LOCAL_RANK; SLURM_PROCID does not tell its rank")
     else:
         count = step.nodes or len(command.nodes)
         if tasks > 1:

@@ -27,6 +27,8 @@ class DesyncState:
     def __init__(self) -> None:
         self.equal: bool | None = None
         """Whether all ranks had equal parameters and buffers at the last comparison; None before the first."""
+        self.divided = False
+        """Whether each rank has a part of the parameters, so that only buffers are compared."""
         self.non_finite: tuple[int, ...] = ()
         """Ranks with NaN or infinite parameters at that comparison."""
         self.difference: ModelDifference | None = None
@@ -41,6 +43,7 @@ class DesyncState:
             self._open = {step: ranks for step, ranks in self._open.items() if step > checksum.step}
             self.difference = _model_difference(checksum.step, checksums)
             self.equal = self.difference is None
+            self.divided = not checksum.parameters
             self.non_finite = tuple(sorted(rank for rank, each in checksums.items() if each.non_finite))
         elif len(self._open) > OPEN_CHECKS:
             del self._open[min(self._open)]

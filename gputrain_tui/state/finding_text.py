@@ -45,6 +45,7 @@ WORDS = {
     "cpu_contention": "too few cores",
     "gpu_throttled": "GPU throttled",
     "imbalance": "uneven work",
+    "uneven_speeds": "uneven speeds",
     "memory_creep": "memory grows",
     "non_finite": "NaN or infinite",
     "non_finite_validation": "validation is NaN",

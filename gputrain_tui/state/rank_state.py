@@ -10,7 +10,18 @@ from typing import Any
 from gputrain_tui.state.process_groups import RankGroups
 from gputrain_tui.state.step_losses import loss_at
 from gputrain_tui.state.totals import ZERO_TOTALS, Totals
-from trainer.contract.record import Doing, Failure, Finding, GpuSample, ModelFlops, RankSample, RunEnded, Step
+from trainer.contract.balanced_shares import ComputeTime
+from trainer.contract.record import (
+    Doing,
+    Failure,
+    Finding,
+    GpuSample,
+    ModelFlops,
+    RankSample,
+    RankState,
+    RunEnded,
+    Step,
+)
 from trainer.contract.record.unrecorded import COUNTS
 
 WINDOW = 50
@@ -55,6 +66,8 @@ class RankView:
     """The step event before ``last``, for the loss at the newest step of all ranks, which may not be in ``last``."""
     doing: Doing | None = None
     """Its position within a step that takes unusually long, or outside of steps while it waits for others."""
+    unheard: frozenset[int] | None = None
+    """Ranks of other hosts whose heartbeats have stopped, as this rank sees it; None where it reads none."""
     entered: float | None = None
     """When it ended its last step or entered its stage, Unix seconds by its own clock."""
     validation_turns: int = 0
@@ -67,6 +80,10 @@ class RankView:
     """Totals of the rank when it was last started."""
     flops: ModelFlops | None = None
     """Operations of its samples, and the peak of its GPU; None until it has counted them since it was last started."""
+    share: int | None = None
+    """Samples of a micro-step that it has of the global batch, where shares are balanced."""
+    fit: ComputeTime | None = None
+    """Its compute as the shares' balance has measured it."""
     totals_window: deque[Totals] = field(default_factory=lambda: deque([ZERO_TOTALS], maxlen=WINDOW + 1))
     """Totals after each of the last events; the first is the state before the window."""
     loss_is_nan: bool = False
@@ -102,6 +119,20 @@ class RankView:
         self.groups.clear()
         self.bucket_step = self.doing = None
         self.validation_turns = 0
+
+    def enter(self, event: RankState) -> None:
+        """Take a state that it has told."""
+        if event.state != self.state:
+            self.doing = None
+        if (event.state == "validating") != bool(self.validation_turns % 2):
+            self.validation_turns += 1
+        self.state, self.time, self.message = event.state, event.time, event.message
+        if event.state != "failed":
+            self.failure = None
+        for name in ("local_rank", "node", "host", "device", "pid", "threads"):
+            value = getattr(event, name)
+            if value is not None:
+                setattr(self, name, value)
 
     def sample_process(self, process: RankSample, time: float) -> None:
         """Take a sample of its process."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,8 @@ from gputrain_tui.state.figures import RunFigures, run_figures
 from gputrain_tui.state.finding_text import loss_is_nan, named_ranks
 from gputrain_tui.state.rank_state import RankView, rank_outcome
 from gputrain_tui.state.record_gaps import RECORD_ADVICE
-from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness
+from gputrain_tui.state.share_changes import ShareChanges
+from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness, synchronised
 from gputrain_tui.state.world import divided, is_of_former, still_standing
 from trainer.contract import record
 from trainer.contract.outcome import RECORD_END_MISSING, RESTARTED, root_cause
@@ -64,11 +65,12 @@ class RunState:
         self.unmeasured = ""
         """Why no step of a script was measured; empty where that is not known."""
         self.desync = DesyncState()
+        self.shares = ShareChanges()
         self.nodes: dict[int, record.NodeSample] = {}
         self.sample: record.Sample | None = None
         self.noise_scale: record.NoiseScale | None = None
-        self.silence_changed_at = 0.0
-        """Time of the newest ``host_silent`` finding, raised or cleared, Unix seconds."""
+        self.silence_ended_at = 0.0
+        """When a silent host answered again last, Unix seconds."""
         self.longest_stay_s: dict[str, float] = {}
         """By stage, the longest completed stay of any rank; recorded where the run keeps a history."""
         self.stacks: dict[int, record.RankStacks] = {}
@@ -79,13 +81,16 @@ class RunState:
         """Time at which the last restart spawned its first rank, Unix seconds."""
         self._figures = RunFigures()
         self._late: dict[int, float] = {}
+        self._synchronised: Sequence[frozenset[int]] | None = None
         self._figures_version = self._late_version = -1
         self._handlers: dict[type[record.Event], Callable[[Any], None]] = {
             record.RunStarted: self._run_started,
             record.World: self._world,
             record.RankState: self._rank_state,
             record.Joining: partial(setattr, self, "joining"),
+            record.Unheard: lambda event: setattr(self.rank(event.rank), "unheard", frozenset(event.ranks)),
             record.TrainingPlan: self._training_plan,
+            record.ShareChange: lambda event: self.shares.add(event, self.ranks),
             record.ModelFlops: self._count_flops,
             record.Step: self._step,
             DownsampledBlock: self._step,
@@ -93,7 +98,7 @@ class RunState:
             record.Validation: self.validations.append,
             record.Checkpoint: self.checkpoints.append,
             record.Checksum: lambda event: self.desync.add(event, self.world_size),
-            record.CollectiveGroup: lambda event: self.rank(event.rank).groups.add(event),
+            record.CollectiveGroup: self._collective_group,
             record.Sample: partial(setattr, self, "sample"),
             record.NoiseScale: partial(setattr, self, "noise_scale"),
             record.NodeSample: self._node_sample,
@@ -223,8 +228,15 @@ class RunState:
     def lateness(self) -> dict[int, float]:
         """Return the lateness by rank, ms, by ``synchronisation.lateness``."""
         if self._late_version != self.version:
-            self._late, self._late_version = lateness(self.ranks.values(), self.findings.values()), self.version
+            self._late = lateness(self.ranks.values(), self.synchronised(), self.findings.values())
+            self._late_version = self.version
         return self._late
+
+    def synchronised(self) -> Sequence[frozenset[int]]:
+        """Return the sets of ranks that wait for each other, directly or through others."""
+        if self._synchronised is None:
+            self._synchronised = synchronised(self.ranks.values())
+        return self._synchronised
 
     def latest(self) -> tuple[int, float] | None:
         """Return the rank that the others wait for most, the straggler where one is found, and its lateness in ms."""
@@ -253,6 +265,7 @@ class RunState:
         view = self.ranks.get(rank) or self.former.get(rank)
         if view is None:
             view = self.ranks[rank] = RankView(rank, self._history)
+            self._synchronised = None
             view.over = self.ended is not None
             self.world_size = max(self.world_size, rank + 1)
         return view
@@ -275,6 +288,8 @@ class RunState:
                 view.started_at = event.step - event.steps
             view.steps.append(event)
         if event.bucket_ms is not None:
+            if view.bucket_step is None:
+                self._synchronised = None
             view.bucket_step = event
         if event.groups:
             view.groups.note(event)
@@ -287,6 +302,10 @@ class RunState:
         view.totals_window.append(totals)
         if event.rank == 0:
             self._pace.note(time_by_boot(event), event.step)
+
+    def _collective_group(self, event: record.CollectiveGroup) -> None:
+        self.rank(event.rank).groups.add(event)
+        self._synchronised = None
 
     def _doing(self, event: record.Doing) -> None:
         view = self.rank(event.rank)
@@ -317,6 +336,7 @@ class RunState:
         """Let the run have other ranks: those that are gone hold no figure, and no finding is about them."""
         self.world_size = event.world_size
         self.ranks, self.former = divided(self.ranks, self.former, event.world_size)
+        self._synchronised = None
         for rank in range(event.world_size):
             self.rank(rank)
         self.findings = {(each.kind, each.rank): each for each in still_standing(self.findings.values(), self.former)}
@@ -335,6 +355,7 @@ class RunState:
             begun = view.pid is not None and view.state not in (None, "spawned")
             if (begun or view.state in ("finished", "failed")) and view.pid == event.pid:
                 return  # the node agent's file may be read later than the rank's
+            view.unheard = None
             if view.last is not None:
                 view.restart()
                 self.desync.drop_rank(view.rank)
@@ -343,20 +364,8 @@ class RunState:
             view.entered = event.time  # the stay before was interrupted, so it is not recorded
         elif event.state != view.state:
             self._leave_stage(view, event.time)
-        if event.state != view.state:
-            view.doing = None
-        if (event.state == "validating") != bool(view.validation_turns % 2):
-            view.validation_turns += 1
-        view.state = event.state
-        view.time = event.time
-        view.message = event.message
-        if event.state != "failed":
-            view.failure = None
+        view.enter(event)
         self._update_outcome(view)
-        for name in ("local_rank", "node", "host", "device", "pid", "threads"):
-            value = getattr(event, name)
-            if value is not None:
-                setattr(view, name, value)
 
     def _training_plan(self, event: record.TrainingPlan) -> None:
         self.plan = event
@@ -382,8 +391,8 @@ class RunState:
         if event.kind == RESTARTED:  # the failure before is no longer that of the run
             self._attempt_began = event.time
             self._attribute()
-        if event.kind == "host_silent":
-            self.silence_changed_at = event.time
+        if event.kind == "host_silent" and event.state == "cleared":
+            self.silence_ended_at = event.time
         if event.kind == "not_measured" and event.cause == "no_steps":
             self.unmeasured = event.message if event.state == "raised" else ""
         if event.state == "raised":

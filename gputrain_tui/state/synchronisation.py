@@ -6,27 +6,42 @@ Each wait is measured by one clock, so that clocks need not agree.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from math import nan
 
 from gputrain_tui.state.process_groups import connected
 from gputrain_tui.state.rank_state import RankView
 from trainer.contract.record import Finding
 
 
-def late_ms(waits: Sequence[float]) -> list[float]:
+def late_ms(waits: Sequence[float], sets: Sequence[Collection[int]] = ()) -> list[float]:
     """Return how much later than the first rank each one was ready to synchronise, ms, from the ranks' waits.
 
     An all-reduce ends everywhere at about the same moment, so the rank that waits longest was ready first:
-    ``late_r = max_k E_k - E_r`` of the waits E, at one step or of their means over several.
+    ``late_r = max_k E_k - E_r`` of the waits E, at one step or of their means over several. It is of ranks that wait
+    for each other, directly or through others: their steps end together, so that a rank's waits of all kinds are what
+    is left of a step beside its own work.
+
+    Args:
+        waits: Of each rank; NaN: not measured.
+        sets: Indices of those that wait for each other; none where all do.
     """
-    longest = max((wait for wait in waits if wait == wait), default=0.0)  # NaN: not measured
-    return [longest - wait for wait in waits]
+    if len(sets) < 2:
+        longest = max((wait for wait in waits if wait == wait), default=0.0)
+        return [longest - wait for wait in waits]
+    late = [nan] * len(waits)
+    for members in sets:
+        known = [index for index in members if index < len(waits)]
+        for index, late_by in zip(known, late_ms([waits[index] for index in known]), strict=True):
+            late[index] = late_by
+    return late
 
 
-def lateness(views: Collection[RankView], findings: Iterable[Finding] = ()) -> dict[int, float]:
+def lateness(
+    views: Collection[RankView], sets: Sequence[Collection[int]], findings: Iterable[Finding] = ()
+) -> dict[int, float]:
     """Return the lateness by rank: the mean delay after the first rank to be ready to synchronise, ms.
 
-    It is of ranks that wait for each other, directly or through others: their steps end together, so that a rank's
-    waits of all kinds are what is left of a step beside its own work. Empty where fewer than two waits are known.
+    ``sets``: ranks that wait for each other. Empty where fewer than two waits are known.
 
     If others wait for a straggler in their forward pass already, they are as late as it for the synchronisation,
     and its lateness is the one that was found.
@@ -34,14 +49,12 @@ def lateness(views: Collection[RankView], findings: Iterable[Finding] = ()) -> d
     waits = {view.rank: wait for view in views if (wait := view.sums.mean_exposed_ms) is not None}
     if len(waits) < 2:
         return {}
-    late: dict[int, float] = {}
-    for ranks in synchronised(views):
-        known = [rank for rank in ranks if rank in waits]
-        late |= zip(known, late_ms([waits[rank] for rank in known]), strict=True)
+    of_ranks = late_ms([waits.get(rank, nan) for rank in range(max(waits) + 1)], sets)
+    late = {rank: of_ranks[rank] for rank in waits}
     for finding in findings:
         if finding.kind == "straggler" and finding.rank in late and "followers" in finding.evidence:
             late[finding.rank] = max(late[finding.rank], finding.evidence["forward_wait_ms"])
-    return {rank: late[rank] for rank in waits}
+    return late
 
 
 def synchronised(views: Collection[RankView]) -> list[frozenset[int]]:

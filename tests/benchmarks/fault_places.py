@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from host_recipe import ENDLESS, ENVIRON, events, recipe
-from network_namespaces import NamespaceHost
+from network_namespaces import NamespaceHost, wait_until
 from slurm_lab import Slurm, slurm
 from ssh_lab import PYTHONPATH, SshLab, ssh_lab
 
@@ -40,10 +40,16 @@ class Place:
     daemons: frozenset[int] = frozenset()
 
     def write(
-        self, table: Sequence[str], slurm_table: Sequence[str], task: Mapping[str, Any], train: Mapping[str, Any]
+        self,
+        table: Sequence[str] = (),
+        slurm_table: Sequence[str] = (),
+        *,
+        task: Mapping[str, Any] | None = None,
+        **train: Any,
     ) -> None:
         lines = [*table, f'env = {{ PYTHONPATH = "{PYTHONPATH}" }}']
-        text = recipe(self.node_hosts, self.ranks, task=task, **ENDLESS, save_every_updates=SAVE_EVERY, **train)
+        train = ENDLESS | {"save_every_updates": SAVE_EVERY} | train
+        text = recipe(self.node_hosts, self.ranks, task=task, **train)
         text = text.replace("[train]", "\n".join(["[cluster]", *lines, "[train]"]))
         if self.slurm is not None:
             text += "\n".join(["[slurm]", *slurm_table]) + "\n"
@@ -99,6 +105,19 @@ class Trial:
 
     def status(self) -> dict[str, Any]:
         return dict(json.loads((self.record / "status.json").read_text()))
+
+
+def start_run(place: Place, *tables: Sequence[str], task: Mapping[str, Any] | None = None, **train: Any) -> Trial:
+    """Start a run of a recipe by ``Place.write``, and return it once it has a run directory."""
+    known = set(place.home.glob("runs/[!.]*"))
+    place.write(*tables, task=task, **train)
+    command = place.start("run", "recipe.toml")
+    try:
+        record = wait_until(lambda: next(iter(set(place.home.glob("runs/[!.]*")) - known), None), "a run directory")
+    except AssertionError:
+        command.kill()
+        raise
+    return Trial(place, command, record)
 
 
 def _parent(pid: int) -> int:

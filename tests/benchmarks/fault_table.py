@@ -20,16 +20,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "support"), str(HERE.parent / "cluster")]
 
-from fault_places import SAVE_EVERY, Place, Trial, slurm_place, ssh_places  # noqa: E402
+from fault_places import SAVE_EVERY, Place, Trial, slurm_place, ssh_places, start_run  # noqa: E402
 from host_recipe import events, is_training  # noqa: E402
 from network_namespaces import NamespaceHost, wait_until  # noqa: E402
 from ssh_lab import SshLab  # noqa: E402
@@ -51,8 +50,6 @@ class Fault:
     """Undoes it when the run is over."""
     table: Sequence[str] = ()
     slurm_table: Sequence[str] = ()
-    task: Mapping[str, Any] = field(default_factory=dict)
-    train: Mapping[str, Any] = field(default_factory=dict)
     goes_on: bool = False
     """Whether all ranks are to train again."""
 
@@ -75,50 +72,6 @@ def cut(trial: Trial, action: str) -> None:
     last.run("ip", "route", action, "blackhole", f"{second.address}/32")
 
 
-def be_silent_for_10_s(trial: Trial) -> None:
-    trial.host(2).link("down")
-    time.sleep(10)  # the silence itself
-    trial.host(2).link("up")
-    trial.struck = time.time()  # what is recorded after it counts
-
-
-def stop_agent_for_10_s(trial: Trial) -> None:
-    agent = trial.agent(2)
-    kill(agent, signal.SIGSTOP)
-    time.sleep(10)  # the time without its heartbeats itself
-    kill(agent, signal.SIGCONT)
-    trial.struck = time.time()
-
-
-def attach_debugger(trial: Trial) -> None:
-    """Hold a rank as a debugger does, by ptrace, longer than a hang may last."""
-    words = [sys.executable, "-c", DEBUGGER, str(trial.pid_of(2))]
-    subprocess.run(words, check=True, timeout=PATIENCE_S)
-    trial.struck = time.time()
-
-
-DEBUGGER = """\
-import ctypes, os, sys, time
-libc, pid = ctypes.CDLL(None, use_errno=True), int(sys.argv[1])
-attach, detach = 16, 17
-assert libc.ptrace(attach, pid, None, None) == 0, os.strerror(ctypes.get_errno())
-os.waitpid(pid, 0x40000000)  # __WALL
-time.sleep(75)
-libc.ptrace(detach, pid, None, None)
-"""
-
-
-def await_slow(what: str) -> Callable[[Trial], None]:
-    """Return a wait until the task is at what it does slowly: the fault is its own."""
-
-    def act(trial: Trial) -> None:
-        log = trial.record / "logs" / "0.log"
-        wait_until(lambda: f"a slow {what}" in log.read_text(), f"its {what} is slow")
-        trial.struck = time.time()
-
-    return act
-
-
 def in_slurm(*words: str) -> Callable[[Trial], None]:
     def act(trial: Trial) -> None:
         assert trial.place.slurm is not None
@@ -126,9 +79,6 @@ def in_slurm(*words: str) -> Callable[[Trial], None]:
 
     return act
 
-
-LONG_COLLECTIVES = {"distributed_timeout": 600}
-"""Of rows in which ranks wait longer for one than the lab's recipe lets a collective take."""
 
 FAULTS = (
     Fault(name="rank killed", make=lambda trial: kill(trial.pid_of(2)), cause=r"rank 2.*SIGKILL"),
@@ -184,28 +134,6 @@ FAULTS = (
         table=("max_restarts = 1", "restart_wait = 5", 'spare = ["h4"]'),
         goes_on=True,
     ),
-    Fault(name="host silent for 10 s: no loss", make=be_silent_for_10_s, cause="", places=("ssh",), goes_on=True),
-    Fault(name="agent stopped for 10 s: no loss", make=stop_agent_for_10_s, cause="", places=("ssh",), goes_on=True),
-    Fault(
-        name="debugger attached for 75 s: no loss",
-        make=attach_debugger,
-        cause="",
-        places=("machine",),
-        train=LONG_COLLECTIVES,
-        goes_on=True,
-    ),
-    *(
-        Fault(
-            name=f"{what} of 75 s: no loss",
-            make=await_slow(what),
-            cause="",
-            places=("machine", "ssh"),
-            task={"slow": what},
-            train=LONG_COLLECTIVES | ({"valid_every_updates": 250} if what == "validation" else {}),
-            goes_on=True,
-        )
-        for what in ("validation", "checkpoint")
-    ),
     Fault(
         name="network between two hosts cut",
         make=lambda trial: cut(trial, "add"),
@@ -241,14 +169,10 @@ class Result:
 
 def run_trial(fault: Fault, place: Place) -> Result:
     """Make a run, let it train past a checkpoint, make the fault, and see what becomes of it."""
-    known = set(place.home.glob("runs/[!.]*"))
-    place.write(fault.table, fault.slurm_table, fault.task, fault.train)
-    command = place.start("run", "recipe.toml")
     trial = None
     try:
-        record = wait_until(lambda: next(iter(set(place.home.glob("runs/[!.]*")) - known), None), "a run directory")
-        trial = Trial(place, command, record)
-        count = sum(place.ranks)
+        trial = start_run(place, fault.table, fault.slurm_table)
+        record, count = trial.record, sum(place.ranks)
         wait_until(lambda: all(is_training(record, rank) for rank in range(count)), "all ranks train")
         wait_until(lambda: last_step(record) > SAVE_EVERY * 3 // 2, "a checkpoint")
         before = last_step(record)
@@ -260,7 +184,7 @@ def run_trial(fault: Fault, place: Place) -> Result:
     finally:
         if trial is not None and fault.mend is not None:
             fault.mend(trial)
-        end(place, command)
+        end(place, trial)
     return result
 
 
@@ -319,7 +243,7 @@ def last_step(record: Path) -> int:
     return max(steps, default=0)
 
 
-def end(place: Place, command: subprocess.Popen[str]) -> None:
+def end(place: Place, trial: Trial | None) -> None:
     """End what a trial has left."""
     if place.slurm is not None:
         place.slurm.run("scancel", "--user=root")
@@ -328,8 +252,9 @@ def end(place: Place, command: subprocess.Popen[str]) -> None:
             with suppress(ProcessLookupError):
                 kill(pid)
         time.sleep(0.3)
-    with suppress(subprocess.TimeoutExpired):
-        command.wait(10)
+    if trial is not None:
+        with suppress(subprocess.TimeoutExpired):
+            trial.command.wait(10)
     if place.slurm is not None:
         place.slurm.wait_idle()
 

@@ -30,6 +30,8 @@ TRAIN = {
 TASK = {"samples": 200}
 ENDLESS = {"max_updates": 100_000_000, "stop_time": 5.0}
 """Of the training: longer than any test waits, and ended also where no test is left to end it."""
+PAUSE_S = 0.02
+"""Of a step of such a training, which would take all cores from the tests beside, while its own waits."""
 
 
 def recipe(
@@ -44,7 +46,8 @@ def recipe(
         train: options of the training.
     """
     lines = ['name = "several hosts"']
-    for table, values in (("train", TRAIN | train), ("task", TASK | dict(task or {}))):
+    paced = {"pause_s": PAUSE_S} if train.get("max_updates") == ENDLESS["max_updates"] else {}
+    for table, values in (("train", TRAIN | train), ("task", TASK | paced | dict(task or {}))):
         lines += [f"[{table}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
     for host, count in zip(hosts, ranks, strict=True):
         lines += ["[[cluster.nodes]]", *([f"host = {json.dumps(host)}"] if host else []), f"cpu_ranks = {count}"]
@@ -65,7 +68,8 @@ def events(record: Path, rank: int | str) -> list[dict[str, Any]]:
 
 
 def is_training(record: Path, rank: int) -> bool:
-    return any(event["type"] == "step" for event in events(record, rank))
+    path = record / "events" / f"{rank}.ndjson"
+    return path.exists() and b'"type":"step"' in path.read_bytes()
 
 
 def check_rank(record: Path, rank: int, *, host: str, node: int, local_rank: int, interface: str) -> str:

@@ -103,13 +103,16 @@ def ssh_lab(
                 "KbdInteractiveAuthentication no", "PermitRootLogin yes", "UseDNS no", "PrintMotd no",
             )  # fmt: skip
             (folder / f"sshd_config.{host.name}").write_text("\n".join(words) + "\n")
-            server = host.start(
-                SSHD, "-D", "-E", folder / f"sshd.{host.name}.log", "-f", folder / f"sshd_config.{host.name}"
-            )
-            stack.callback(_end, server)
+            stack.callback(_end, start_sshd(lab, host))
         for host in hosts:
             wait_until(lambda host=host: "listening" in _log(folder, host), f"sshd listens on {host.name}")
         yield lab
+
+
+def start_sshd(lab: SshLab, host: NamespaceHost) -> subprocess.Popen[str]:
+    """Start the sshd of a host; it ends with this process."""
+    log, config = lab.folder / f"sshd.{host.name}.log", lab.folder / f"sshd_config.{host.name}"
+    return host.start(str(SSHD), "-D", "-E", log, "-f", config)
 
 
 def _key(path: Path) -> None:

@@ -46,7 +46,7 @@ def gputrain(environ: dict[str, str], *words: str) -> subprocess.CompletedProces
         env={**os.environ, **environ},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
 
 

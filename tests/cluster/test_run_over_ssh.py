@@ -60,6 +60,13 @@ class SshCluster:
         folder = self.home / "runs"
         return set(folder.iterdir()) if folder.is_dir() else set()
 
+    def write_starting_script(self) -> None:
+        """A recipe whose script starts two ranks on each of the hosts."""
+        script = TESTS / "support" / "starting_script.py"
+        nodes = "".join(f'[[cluster.nodes]]\nhost = "{name}"\ncpu_ranks = 2\n' for name in self.names)
+        train = f'[train]\nscript = "{script}"\nargs = ["spawn", "30"]\nstarts_ranks = true\n'
+        (self.lab.folder / "recipe.toml").write_text(nodes + train)
+
     def write(self, *lines: str, **options: Any) -> None:
         place = f'[cluster]\nenv = {{ PYTHONPATH = "{PYTHONPATH}" }}\n' + "".join(f"{line}\n" for line in lines)
         (self.lab.folder / "recipe.toml").write_text(
@@ -152,6 +159,18 @@ def cluster(running_lab: SshLab) -> Iterator[SshCluster]:
     shutil.rmtree(running_lab.folder / "shared", ignore_errors=True)
     for host in running_lab.hosts:
         shutil.rmtree(running_lab.disk_of(host) / "home", ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_ranks_that_the_script_of_each_host_starts_are_those_of_the_run(cluster: SshCluster) -> None:
+    cluster.write_starting_script()
+    code, text = cluster.run("run", "recipe.toml")
+    assert code == 0, text
+    cluster.check_record()
+    for rank in range(6):
+        assert [event["state"] for event in events(cluster.record, rank) if "state" in event][-1] == "finished"
+        assert f"rank {rank} of 6: " in RunDir(cluster.record).rank_log(rank).read_text()
+        assert last_recorded(cluster.record, rank) == 30
 
 
 def check_steps(record: Path, rank: int) -> int:
@@ -500,6 +519,46 @@ def test_sixteen_hosts_are_launched_followed_and_stopped_and_nothing_is_left_on_
             assert len({check_steps(cluster.record, rank) for rank in range(16)}) == 1
             cluster.check_record()
             wait_until(cluster.nothing_is_left, "no process is left on any host")
+    shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_stall", ["stop", "restart"])
+def test_one_of_sixteen_ranks_asleep_in_code_of_the_user_is_named_by_its_line(on_stall: str) -> None:
+    require_ssh()
+    names = ["n1", "n2", "n3", "n4"]
+    folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))
+    with ssh_lab(folder, dict.fromkeys(["n0", *names], "eth0")) as lab:
+        cluster = SshCluster(lab, names=names, ranks=[4] * 4)
+        lines = (f'on_stall = "{on_stall}"', "stall_timeout = 60", "max_restarts = 1")
+        train = ENDLESS if on_stall == "stop" else {"max_updates": 40}
+        times = {"join_timeout": 300, "distributed_timeout": 600, "save_every_updates": 10}
+        cluster.write(*lines, **train | times, task={"asleep": 9})
+        command = cluster.start("run", "recipe.toml")
+        cluster.train(command)
+        slept = wait_until(
+            lambda: next(iter(lab.disk_of(lab.hosts[3]).glob("home/runs/*/slept")), None), "it sleeps", [command]
+        )
+        began = slept.stat().st_mtime
+        if on_stall == "stop":
+            output, _ = command.communicate(timeout=2 * LIMIT_S)
+            gone_s = time.time() - began
+            assert cluster.nothing_is_left()
+            print(gone_s)
+            assert gone_s < 90
+            assert command.returncode == 1
+            assert re.search(r"rank 9 on n3 hangs after step 19: \S*host_task.py:\d+ in _fall_asleep", output), output
+            _, output = cluster.run("stacks", "last")
+            first, _, rest = output.partition("\n\n")
+            assert re.match(r"rank 9 on n3: host_task.py:\d+ in _fall_asleep\n", first), output
+            assert re.match(r"ranks 0 to 8, 10 to 15 on n1, n2, n3, n4: ", rest), output
+        else:
+            output, _ = command.communicate(timeout=3 * LIMIT_S)
+            print(time.time() - began)
+            assert command.returncode == 0, output
+            assert "attempt 1 ended: rank 9 on n3 hangs after step 19" in " ".join(output.split())
+            assert {last_recorded(cluster.record, rank) for rank in range(16)} == {40}
+            cluster.check_record()
     shutil.rmtree(folder)
 
 

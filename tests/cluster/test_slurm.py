@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 from documents import blocks
-from host_recipe import ENDLESS, ENVIRON, check_rank, events, flags, is_training, recipe
+from host_recipe import ENDLESS, ENVIRON, TESTS, check_rank, events, flags, is_training, recipe
 from network_namespaces import LIMIT_S, NamespaceHost, wait_until
 from slurm_lab import Slurm, require_slurm, slurm
 from taken_names import TakenNames
@@ -299,7 +299,32 @@ def user(cluster: Slurm, tmp_path: Path) -> SlurmUser:
     return SlurmUser(cluster, tmp_path)
 
 
-@pytest.mark.parametrize("way", ["run", "batch script", "srun"])
+TASKS = """\
+import os
+print(*(os.environ[name] for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID")))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_finds_its_rank_by_slurms_variables_or_starts_the_ranks_of_its_node(user: SlurmUser) -> None:
+    script = TESTS / "support" / "starting_script.py"
+    (user.folder / "tasks.py").write_text(TASKS)
+    nodes = "[[cluster.nodes]]\ncpu_ranks = 2\n" * 2
+    own = {"script": "tasks.py"}, {"script": str(script), "args": ["spawn", "30"], "starts_ranks": True}
+    for number, train in enumerate(own):
+        keys = "".join(f"{name} = {json.dumps(value)}\n" for name, value in train.items())
+        (user.folder / "own.toml").write_text(f"{nodes}[train]\n{keys}[slurm]\n")
+        done = user.run("run", "own.toml", check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        record = sorted((user.folder / "home" / "runs").glob("2*"))[number]
+        logs = [(record / "logs" / f"{rank}.log").read_text() for rank in range(4)]
+        if number == 0:
+            assert logs == [f"{rank} 4 {rank % 2} {rank // 2}\n" for rank in range(4)]
+        else:
+            assert all(f"rank {rank} of 4: " in log for rank, log in enumerate(logs))
+
+
+@pytest.mark.parametrize("way", ["run", pytest.param("batch script", marks=pytest.mark.slow), "srun"])
 def test_nothing_of_the_folder_is_executed(cluster: Slurm, tmp_path: Path, way: str) -> None:
     user = SlurmUser(cluster, tmp_path / "project")
     user.folder.mkdir()
@@ -323,7 +348,7 @@ def test_nothing_of_the_folder_is_executed(cluster: Slurm, tmp_path: Path, way: 
     assert (taken.executed(), done.returncode) == ([], 0), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("way", ["login", "salloc", "sbatch"])
+@pytest.mark.parametrize("way", ["login", "salloc", pytest.param("sbatch", marks=pytest.mark.slow)])
 def test_one_recipe_trains_from_the_login_node_and_inside_an_allocation(user: SlurmUser, way: str) -> None:
     cluster, folder, words = user.cluster, user.folder, user.words("run", "recipe.toml")
     if way == "sbatch":
@@ -342,7 +367,7 @@ def test_one_recipe_trains_from_the_login_node_and_inside_an_allocation(user: Sl
 @pytest.mark.parametrize(
     ("way", "words", "reason"),
     [
-        ("login", ["stop", "last"], "stopped by `gputrain stop` at step "),
+        pytest.param("login", ["stop", "last"], "stopped by `gputrain stop` at step ", marks=pytest.mark.slow),
         ("salloc", ["stop", "last"], "stopped by `gputrain stop` at step "),
         ("login", [], "stopped by the command that started it at step "),
     ],
@@ -452,21 +477,26 @@ def release(cluster: Slurm, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "ways", [("requeue", "successor"), pytest.param(("limit", "limit", "limit"), marks=pytest.mark.slow)]
+    "ways",
+    [
+        ("requeue", "successor"),
+        pytest.param(("limit", "limit", "limit"), marks=pytest.mark.slow),
+        pytest.param(("successor", "successor", "successor"), marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_with_requeue_goes_on_after_each_time_limit_as_one_run(user: SlurmUser, ways: tuple[str, ...]) -> None:
     """The signal that the job asks for comes before the limit.
 
     It is sent at once, except at a ``limit``, where Slurm sends it within half a minute.
     """
-    steps, pause = (1000, {"pause_s": 0.1}) if "limit" in ways else (1200, {})  # the signal comes long before the last
+    steps, pause_s = (1000, 0.1) if "limit" in ways else (400, 0.02)  # the signal comes long before the last
     cluster = user.cluster
     straight = SlurmUser(cluster, user.folder / "straight")
     straight.folder.mkdir()
     text = recipe([None, None], [2, 1], max_updates=steps) + "[slurm]\n"
     (straight.folder / "long.toml").write_text(text)
     assert straight.start("run", "long.toml").wait(3 * LIMIT_S) == 0
-    text = recipe([None, None], [2, 1], max_updates=steps, task=pause) + "[slurm]\n"
+    text = recipe([None, None], [2, 1], max_updates=steps, task={"pause_s": pause_s}) + "[slurm]\n"
     (user.folder / "long.toml").write_text(text + "requeue = true\n")
     process = user.start("run", "long.toml")
     for times, way in enumerate(ways, 1):
@@ -584,10 +614,8 @@ def test_the_command_that_follows_a_run_submits_the_successor_of_a_job_whose_fir
         cluster.wait_idle()
 
 
-@pytest.mark.parametrize("way", ["stop", "refused"])
-def test_a_successor_that_waits_is_cancelled_by_stop_and_one_that_slurm_refuses_is_named(
-    user: SlurmUser, way: str
-) -> None:
+@pytest.mark.parametrize("way", ["stop", "scancel", "refused"])
+def test_a_successor_that_waits_is_cancelled_and_one_that_slurm_refuses_is_named(user: SlurmUser, way: str) -> None:
     cluster = user.cluster
     text = (user.folder / "endless.toml").read_text().replace("[slurm]\n", NO_REQUEUE_AT_ALL)
     (user.folder / "endless.toml").write_text(text.replace('requeue"]', 'requeue", "--begin=now+1hour"]'))
@@ -600,11 +628,14 @@ def test_a_successor_that_waits_is_cancelled_by_stop_and_one_that_slurm_refuses_
         cluster.run("scontrol", "update", "PartitionName=main", "State=INACTIVE")
     try:
         cluster.run("scancel", "--batch", "--signal=USR1", str(first))
-        if way == "stop":
+        if way != "refused":
             wait_until(lambda: user.status()["status"] == "queued", "it is in the queue", [process])
             queued = f"queued as job {user.job()} in main: "
             wait_until(lambda: queued in (user.folder / "output").read_text(), "the wait is shown", [process])
-            user.run("stop", "last")
+            if way == "stop":
+                user.run("stop", "last")
+            else:
+                cluster.run("scancel", str(user.job()))
             assert cluster.job(user.job())["JobState"] == "CANCELLED"
         assert process.wait(LIMIT_S) == 130
     finally:
@@ -654,7 +685,11 @@ def test_the_ranks_of_a_node_start_in_its_folder_after_its_line_of_setup(user: S
     }
 
 
-@pytest.mark.parametrize(("alone", "who"), [(0, "n[1-2], which"), (2, "n2")], ids=["login", "second node"])
+@pytest.mark.parametrize(
+    ("alone", "who"),
+    [pytest.param(0, "n[1-2], which", marks=pytest.mark.slow), (2, "n2")],
+    ids=["login", "second node"],
+)
 def test_a_run_directory_that_a_node_does_not_see_is_reported_in_one_line(
     user: SlurmUser, alone: int, who: str
 ) -> None:

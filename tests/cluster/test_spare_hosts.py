@@ -18,7 +18,7 @@ from test_run_over_ssh import INTERFACES, SshCluster, cluster, pids, recorded_af
 
 __all__ = ["cluster", "running_lab"]  # fixtures
 
-EPOCH = {"samples": 24_000, "batch": 4}
+EPOCH = {"samples": 2_400, "batch": 4}
 
 
 SPARE = 'spare = ["h3"]'
@@ -26,27 +26,36 @@ SPARE = 'spare = ["h3"]'
 
 def lose(
     cluster: SshCluster,
-    host: NamespaceHost,
+    hosts: Sequence[NamespaceHost],
     *lines: str,
     names: Sequence[str] = ("h1", "h2"),
     ranks: Sequence[int] = (2, 1),
     **train: Any,
 ) -> tuple[int, str]:
-    """Train an epoch on hosts with some ranks each, and cut one off for good after a checkpoint."""
+    """Train an epoch on hosts with some ranks each, and cut some off for good after a checkpoint."""
     cluster.names, cluster.ranks = names, ranks
     settings = ("host_timeout = 8", "restart_wait = 1", "max_restarts = 1", *lines)
-    cluster.write(*settings, **{"max_updates": 0, "max_epochs": 1, "save_every_updates": 50} | train)
-    command = cluster.start("run", "recipe.toml", "--set", f"task.samples={EPOCH['samples']}")
+    gate = cluster.lab.folder / "shared" / "gate"
+    task = {"gate": str(gate), "gate_after": 70, "samples": EPOCH["samples"]}
+    cluster.write(*settings, **{"max_updates": 0, "max_epochs": 1, "save_every_updates": 50, "task": task} | train)
+    command = cluster.start("run", "recipe.toml")
     cluster.train(command)
     wait_until(
         lambda: '"checkpoint"' in (cluster.record / "events" / "0.ndjson").read_text(), "one is saved", [command]
     )
-    host.link("down")
+    for host in hosts:
+        host.link("down")
+    gate.parent.mkdir(exist_ok=True)
+    gate.touch()
     try:
         output, _ = command.communicate(timeout=2 * LIMIT_S)
-        wait_until(lambda: not any("trainer" in words for words in cluster.on(host).values()), "it ends its ranks")
+        wait_until(
+            lambda: not any("trainer" in words for host in hosts for words in cluster.on(host).values()),
+            "they end their ranks",
+        )
     finally:
-        host.link("up")
+        for host in hosts:
+            host.link("up")
     return command.returncode, output
 
 
@@ -81,7 +90,7 @@ def check_epoch(cluster: SshCluster, hosts: Sequence[str], *, before: int = 0) -
 
 
 def test_a_spare_host_takes_the_place_of_one_that_is_lost_for_good(cluster: SshCluster) -> None:
-    code, output = lose(cluster, cluster.h2, SPARE)
+    code, output = lose(cluster, [cluster.h2], SPARE)
     assert code == 0, output
     assert "attempt 1 ended: h2 lost; h2 is replaced by h3; attempt 2 begins" in output
     check_epoch(cluster, ["h1", "h1", "h3"])
@@ -90,7 +99,7 @@ def test_a_spare_host_takes_the_place_of_one_that_is_lost_for_good(cluster: SshC
 
 
 def test_the_hosts_that_are_left_go_on_alone_where_the_recipe_allows_fewer_ranks(cluster: SshCluster) -> None:
-    code, output = lose(cluster, cluster.h3, "min_ranks = 2", names=("h1", "h2", "h3"), ranks=(1, 1, 1))
+    code, output = lose(cluster, [cluster.h3], "min_ranks = 2", names=("h1", "h2", "h3"), ranks=(1, 1, 1))
     assert code == 0, output
     change = "the run goes on without h3, with 2 of 3 ranks: 8 instead of 12 samples per step, the same learning rate"
     assert f"attempt 1 ended: h3 lost; {change}; attempt 2 begins" in output
@@ -105,10 +114,33 @@ def test_the_hosts_that_are_left_go_on_alone_where_the_recipe_allows_fewer_ranks
     assert (code, "rank 2 on h3 takes" in output) == (0, True), "the record of the lost host can be read"
 
 
+@pytest.mark.parametrize("min_ranks", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_of_two_lost_hosts_one_is_replaced_and_the_other_left_out_where_that_is_allowed(
+    cluster: SshCluster, min_ranks: int | None
+) -> None:
+    lines = [SPARE] if min_ranks is None else [SPARE, f"min_ranks = {min_ranks}"]
+    code, output = lose(cluster, [cluster.h1, cluster.h2], *lines, names=("h0", "h1", "h2"), ranks=(1, 1, 1))
+    text = " ".join(output.split())
+    if min_ranks is None:
+        assert code == 1, output
+        assert re.search(
+            r"h1 with rank 1 and h2 with rank 2 lost: .*; 1 spare for 2 lost hosts, so the run is not", text
+        )
+        assert "h3" not in cluster.status()["message"], "the spare is not used"
+        return
+    assert code == 0, output
+    change = "h1 is replaced by h3; the run goes on without h2, with 2 of 3 ranks: 8 instead of 12 samples per step"
+    assert f"attempt 1 ended: h1 and h2 lost; {change}" in text
+    check_epoch(cluster, ["h0", "h3"], before=3)
+    assert [node["host"] for node in json.loads((cluster.record / "plan.json").read_text())["nodes"]] == ["h0", "h3"]
+
+
 @pytest.mark.slow
 def test_the_ranks_are_numbered_anew_where_the_first_host_is_lost(cluster: SshCluster) -> None:
     kept = str(cluster.lab.folder / "shared" / "kept")
-    code, output = lose(cluster, cluster.h1, "min_ranks = 2", names=("h1", "h2", "h3"), ranks=(2, 1, 1), save_dir=kept)
+    code, output = lose(
+        cluster, [cluster.h1], "min_ranks = 2", names=("h1", "h2", "h3"), ranks=(2, 1, 1), save_dir=kept
+    )
     assert code == 0, output
     assert "the run goes on without h1, with 2 of 4 ranks: 8 instead of 16 samples per step" in output
     check_epoch(cluster, ["h2", "h3"], before=4)
@@ -116,7 +148,7 @@ def test_the_ranks_are_numbered_anew_where_the_first_host_is_lost(cluster: SshCl
 
 @pytest.mark.slow
 def test_too_few_ranks_end_the_run(cluster: SshCluster) -> None:
-    code, output = lose(cluster, cluster.h3, "min_ranks = 3", names=("h1", "h2", "h3"), ranks=(1, 1, 1))
+    code, output = lose(cluster, [cluster.h3], "min_ranks = 3", names=("h1", "h2", "h3"), ranks=(1, 1, 1))
     assert code == 1, output
     assert "2 of 3 ranks are left, but cluster.min_ranks is 3, so the run is not restarted" in output
 
@@ -152,7 +184,7 @@ def test_a_run_on_other_hosts_is_taken_over_and_stopped(cluster: SshCluster, spa
 
 @pytest.mark.slow
 def test_a_spare_host_takes_the_place_of_the_first_one_where_it_sees_the_checkpoints(cluster: SshCluster) -> None:
-    code, output = lose(cluster, cluster.h1, SPARE, save_dir=str(cluster.lab.folder / "shared" / "kept"))
+    code, output = lose(cluster, [cluster.h1], SPARE, save_dir=str(cluster.lab.folder / "shared" / "kept"))
     assert code == 0, output
     assert "h1 is replaced by h3; attempt 2 begins" in output
     check_epoch(cluster, ["h3", "h3", "h2"])
@@ -160,7 +192,7 @@ def test_a_spare_host_takes_the_place_of_the_first_one_where_it_sees_the_checkpo
 
 @pytest.mark.slow
 def test_a_spare_host_is_not_used_where_the_checkpoints_are_lost_with_the_first_host(cluster: SshCluster) -> None:
-    code, output = lose(cluster, cluster.h1, SPARE)
+    code, output = lose(cluster, [cluster.h1], SPARE)
     assert code == 1, output
     assert re.search(r"h1 did not answer within 1 s: .*; spare h3: the checkpoint \S+ is on h1 alone; set", output)
 
@@ -171,6 +203,6 @@ def test_a_spare_host_without_the_interpreter_is_not_used(cluster: SshCluster) -
         python = cluster.lab.disk_of(host) / "python"
         python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
         python.chmod(0o755)
-    code, output = lose(cluster, cluster.h2, SPARE, f'python = "{cluster.lab.disk}/python"')
+    code, output = lose(cluster, [cluster.h2], SPARE, f'python = "{cluster.lab.disk}/python"')
     assert code == 1, output
     assert re.search(r"spare h3: there is no interpreter \S+/python; .*so the run is not restarted", output)

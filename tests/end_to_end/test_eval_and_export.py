@@ -18,6 +18,7 @@ import torch
 from gloo_group import Member
 from safetensors import safe_open
 from safetensors.torch import load_file
+from trace_rules import threads_of
 
 from gputrain_tui import cli
 from gputrain_tui.history.run_folders import Run, list_runs
@@ -64,7 +65,7 @@ class Trained:
 def gputrain(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "GPUTRAIN_HOME": str(folder / "home"), "NO_COLOR": "1"}
     command = [sys.executable, "-m", "gputrain_tui", *map(str, words)]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +210,15 @@ def test_a_run_is_exported_with_its_best_weights_and_replaces_no_file(trained: T
     assert trained.call(*words, "--force").returncode == 0
     with safe_open(written, "pt") as file:
         assert file.metadata()["step"] == str(trained.run.status.step)
+
+
+def test_the_timeline_of_a_real_run_keeps_the_rules_of_its_format(trained: Trained) -> None:
+    done = trained.call("export", trained.run.id, "--to", "chrome-trace", "-o", "t.json")
+    assert done.returncode == 0, done.stderr
+    threads = threads_of(json.loads((trained.folder / "t.json").read_text()))
+    for rank in range(2):
+        assert sum(event["cat"] == "step" for event in threads[rank, 1]) == trained.run.status.step
+        assert {event["name"] for event in threads[rank, 2]} == {"all-reduce"}
 
 
 def checkpoint(folder: Path, model: Mapping[str, Any]) -> Path:

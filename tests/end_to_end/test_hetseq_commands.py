@@ -67,7 +67,10 @@ def test_a_documented_setting_starts_its_ranks_on_its_gpus(setting: str) -> None
     assert [node.device_ids for node in nodes] == [(1,) if world_size == 1 else (0, 1, 2, 3)] * len(nodes)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(name, marks=pytest.mark.slow if name.startswith("two nodes") else ()) for name in SETTINGS],
+)
 def test_a_documented_command_trains_on_all_its_nodes(setting: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"

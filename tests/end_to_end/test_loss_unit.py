@@ -38,7 +38,7 @@ def test_a_loss_is_in_nats_only_where_the_task_says_so(tmp_path: Path, unit: str
     (tmp_path / "line.py").write_text(named)
     words = ["--task", "line.py:Line", "--cpu", "--max-updates", "4", "--log-interval", "1", "--run-dir", "run"]
     done = subprocess.run(
-        [sys.executable, "-m", "trainer", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "trainer", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     printed = done.stdout + done.stderr

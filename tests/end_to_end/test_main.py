@@ -66,7 +66,7 @@ def test_a_reader_of_the_help_may_go_away() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "trainer", "--help"]
-    done = subprocess.run(command, env=QUIET, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(command, env=QUIET, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
 

@@ -35,7 +35,7 @@ OPTIONS = ("--batch-size", 10, "--save-every-updates", 2)
 def gputrain(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "GPUTRAIN_HOME": str(folder / "home"), "NO_COLOR": "1"}
     command = [sys.executable, "-m", "gputrain_tui", *map(str, words)]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def recipe(folder: Path, name: str, *, updates: int, seed: int) -> str:
@@ -118,7 +118,7 @@ def test_trainings_by_hand_without_a_run_directory_have_an_identity_of_their_own
     def trainer(*words: object, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "trainer", "--task", TASK, "--cpu", "--save-dir", "kept", *map(str, words)]
         environment = {**os.environ, **(environ or {})}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
 
     words = (*OPTIONS, "--keep-last", 1)
     assert trainer(*words, "--max-updates", 2).returncode == 0

@@ -161,7 +161,7 @@ def test_an_odd_script_is_measured_to_its_last_step_unless_disabled(
             "import torch\nweight = torch.ones(1, requires_grad=True)\noptimizer = torch.optim.SGD([weight])\n"
             "weight.grad, = torch.autograd.grad(2 * weight, weight)\noptimizer.step()",
             "gputrain: no call of backward() was seen, so nothing of this training is measured; seen is "
-            "loss.backward() outside of torch.compile\n",
+            "loss.backward() outside of torch.compile and CUDA graphs\n",
         ),
         (
             "import pathlib\npathlib.Path('own/torch.py').write_text('')\nimport torch",
@@ -494,6 +494,20 @@ def test_a_rank_has_the_environment_variables_of_torchrun() -> None:
     }
     assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("10.0.0.1", "29600")
     assert (found["GPUTRAIN_RUN_DIR"], found["TORCHELASTIC_RUN_ID"]) == ("/runs/x", "x")
+
+
+def test_in_a_slurm_step_a_rank_is_a_task_of_it() -> None:
+    """Its own step has one of the three nodes, and one task."""
+    names = ("PROCID", "LOCALID", "NODEID", "NTASKS", "STEP_NUM_NODES", "STEP_TASKS_PER_NODE", "STEP_NODELIST")
+    step = {f"SLURM_{name}": "1" for name in names}
+
+    def found(**given: bool) -> list[str | None]:
+        variables = launcher_environment(assignment(), ("10.0.0.1", 29600), step | {"GROUP_WORLD_SIZE": "3"}, **given)
+        assert len([name for name in variables if name.startswith("SLURM_")]) == len(step), "no more than the step has"
+        return [variables[name] for name in step]
+
+    assert found() == ["5", "1", "2", "6", "3", "2(x3)", None]
+    assert found(starts_ranks=True) == ["2", "0", "2", "3", "3", "1(x3)", None], "a task for each node"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ if __name__ == "__main__":
     process.start()
     seen = {
         "argv": sys.argv, "path": sys.path[0], "package": __package__, "spec": __spec__.name, "file": __file__,
-        "beside": beside.VALUE, "child": queue.get(timeout=60), "doc": __doc__, "cached": __cached__,
+        "beside": beside.VALUE, "child": queue.get(timeout=300), "doc": __doc__, "cached": __cached__,
     }
     process.join()
     name = os.environ.get("RANK", "0") + ".json"

@@ -23,7 +23,7 @@ def test_commands_that_are_typed_by_hand_are_a_run_with_a_record_like_any_other(
 
     def run_gputrain(*words: str) -> subprocess.CompletedProcess[str]:
         line = [sys.executable, "-m", "gputrain_tui", *words]
-        return subprocess.run(line, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+        return subprocess.run(line, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
 
     def listed() -> dict[str, Any]:
         (entry,) = json.loads(run_gputrain("runs", "--json").stdout)
@@ -38,7 +38,7 @@ def test_commands_that_are_typed_by_hand_are_a_run_with_a_record_like_any_other(
         subprocess.Popen(command, shell=True, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True)
         for command in commands
     ]
-    outputs = [node.communicate(timeout=120)[0] for node in nodes]
+    outputs = [node.communicate(timeout=300)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0]
     assert "finished: max_updates 3 reached\n" in outputs[0], "rank 0 shows where training is"
     assert outputs[1] == ""

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from documents import blocks
 from torch import nn
 
-from trainer.contract.record import AnyEvent, Checksum, Failure, RankState, RunDir, Step, decode_events
+from trainer.contract.record import AnyEvent, Checksum, Failure, RankState, RunDir, ShareChange, Step, decode_events
 from trainer.watch import watch
 
 HERE = Path(__file__).parent
@@ -135,3 +136,47 @@ def test_a_run_directory_that_cannot_be_written_is_reported_and_the_script_goes_
     with watch(model, torch.optim.SGD(model.parameters()), environ={"GPUTRAIN_RUN_DIR": str(file)}) as watched:
         assert watched.step == 0
     assert f"not recording, GPUTRAIN_RUN_DIR={file}" in capsys.readouterr().err
+
+
+PAGE_SCRIPT = blocks("scripts", "python")[0]
+
+
+def test_the_scripts_page_shows_how_a_rank_takes_its_own_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its example, on ranks of which one computes three times as long for a sample."""
+    backward = "        loss.backward()\n"
+    slowed = PAGE_SCRIPT.replace(backward, f"        time.sleep(shares[rank] * (1 + 2 * rank) * 4e-4)\n{backward}")
+    assert slowed != PAGE_SCRIPT
+    (tmp_path / "train_shares.py").write_text("import time\n" + slowed)
+    recipe = f'[[cluster.nodes]]\ncpu_ranks = 2\n[train]\nscript = "{tmp_path}/train_shares.py"\n'
+    (tmp_path / "shares.toml").write_text(f'name = "shares"\n{recipe}')
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path / "home"))
+    done = _run([sys.executable, "-m", "gputrain_tui", "run", str(tmp_path / "shares.toml")], None)
+    assert done.returncode == 0, done.stderr
+    assert "with shares 4" in done.stderr
+    (record,) = (tmp_path / "home" / "runs").iterdir()
+    titles, *ranks = done.stdout.splitlines()[:3]
+    at = titles.index("share") + len("share")
+    assert int(ranks[0][:at].split()[-1]) + int(ranks[1][:at].split()[-1]) == 64
+    changes = [event for event in _events(record, 0) if isinstance(event, ShareChange)]
+    assert (changes[0].shares, changes[0].cause, changes[0].previous) == ([32, 32], "start", [])
+    assert not [event for event in _events(record, 1) if isinstance(event, ShareChange)]
+    first, *others = changes[1:]
+    assert (first.step, first.cause, first.previous) == (21, "measured", [32, 32])
+    assert first.shares[0] + first.shares[1] == 64
+    assert 42 <= first.shares[0] <= 52, "three times as fast, but for what does not depend on samples"
+    assert first.slowest_ms is not None
+    assert first.expected_ms is not None
+    assert first.expected_ms < 0.7 * first.slowest_ms
+    (measured,) = [event for event in others if event.step == 21]
+    assert measured.measured_ms is not None
+    assert measured.measured_ms < 0.8 * first.slowest_ms
+    taken = [sum(event.samples or 0 for event in _steps(record, rank) if 20 < event.step <= 40) for rank in (0, 1)]
+    assert taken[0] > 2 * taken[1]
+
+
+def test_without_a_run_directory_shares_are_equal_and_too_small_a_batch_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with watch(model, torch.optim.SGD(model.parameters(), lr=0.1), environ={}) as watched:
+        assert watched.shares(5) == (5,)
+        with pytest.raises(ValueError, match="a global batch of 0 samples is too small for 1 ranks"):
+            watched.shares(0)

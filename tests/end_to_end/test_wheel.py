@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -55,10 +56,15 @@ def test_the_wheel_has_version_licence_recipes_and_addresses_for_an_index_page(w
 
 
 def test_an_installed_wheel_trains_the_demo_without_the_repository(wheel: Path, tmp_path: Path) -> None:
+    """Its dependencies are those of the tests' environment: only the paths of that are lent, not its gputrain."""
     venv, folder = tmp_path / "venv", tmp_path / "empty"
     folder.mkdir()
-    shell(sys.executable, "-m", "venv", venv, folder=folder)
-    shell(venv / "bin/python", *PIP, "install", "--no-compile", wheel, "torch==2.13.*", folder=folder)
+    shell(sys.executable, "-m", "venv", "--without-pip", venv, folder=folder)  # that of the tests is lent, too
+    lent, own = sysconfig.get_path("purelib"), sysconfig.get_path("purelib", vars={"base": str(venv)})
+    Path(own, "lent.pth").write_text(f"{lent}\n")
+    alone = ("--no-deps", "--no-index", "--ignore-installed", "--no-compile")
+    shell(venv / "bin/python", *PIP, "install", *alone, wheel, folder=folder)
+    shell(venv / "bin/python", *PIP, "check", folder=folder)
     env = {"PATH": f"{venv}/bin:{os.defpath}", "HOME": str(tmp_path), "GPUTRAIN_HOME": str(tmp_path / "home")}
     gputrain = venv / "bin/gputrain"
     assert shell(gputrain, "init", "--example", "demo", folder=folder, env=env) == "demo.toml\n"

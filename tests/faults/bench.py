@@ -53,7 +53,9 @@ class Bench:
         data = self.folder / "text.txt"
         data.write_text(TEXT)
         path = self.folder / f"tiny-{updates}.toml"
-        path.write_text(RECIPE.format(ranks=2, task="lm", updates=updates, data=data))
+        endless = updates == FOR_EVER  # it would take all cores from the tests beside, while this one waits
+        text = RECIPE.format(ranks=2, task=f"{GATED}:GatedTask" if endless else "lm", updates=updates, data=data)
+        path.write_text(f"{text}pause_s = 0.03\nupdates = {FOR_EVER}\n" if endless else text)
         return path
 
     @property

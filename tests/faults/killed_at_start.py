@@ -71,7 +71,7 @@ def main(folder: str) -> int:
             command = bench.start("run", recipe)
             until(MOMENTS[moment], moment)
             os.kill(command.pid if victim == "command" else named(AGENT)[0], signal.SIGKILL)
-            command.communicate(timeout=60)
+            command.communicate(timeout=300)
             print(f"{moment}, {victim}: {left(temporary)}", flush=True)
         data = Path(folder) / "text.txt"
         words = ["--task", "lm", "--data", str(data), "--cpu", "--distributed-init-method", "tcp://127.0.0.1:29999"]
@@ -81,7 +81,7 @@ def main(folder: str) -> int:
             [sys.executable, "-P", "-m", "trainer", *words, *ranks],
             env={**os.environ, "GPUTRAIN_RUN": folder},
             capture_output=True,
-            timeout=60,
+            timeout=300,
         )
         print(f"refused, {refused.returncode}: {[words for _, words in processes()]} {left(temporary)}", flush=True)
     return 0

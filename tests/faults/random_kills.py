@@ -61,7 +61,7 @@ def main(folder: Path, kills: int, seed: int) -> None:
             _, err = command.communicate(timeout=15)
         except subprocess.TimeoutExpired:  # it was one that a run can do without, as its resource tracker
             command.send_signal(signal.SIGINT)
-            _, err = command.communicate(timeout=60)
+            _, err = command.communicate(timeout=300)
         left = [words for _, words in processes()]
         run = bench.runs()[0]
         status = json.loads(run.dir.status.read_bytes())

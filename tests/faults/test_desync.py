@@ -299,7 +299,7 @@ def test_a_training_that_ends_desynchronised_fails_with_the_reason(tmp_path: Pat
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(support), *sys.path])},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     output = done.stdout + done.stderr
     different = "rank 1 holds different parameters than the others, first in parameter 0.weight"

@@ -250,7 +250,7 @@ def test_in_a_script_of_two_millisecond_steps_the_rank_and_part_are_named_as_soo
         folder.mkdir()
         script = Path(__file__).with_name("fast_script.py")
         words = {"ranks": 2, "script": script, "where": where, "rank": rank, "first": first, "steps": first + 40}
-        record = run(folder, SCRIPT.format(**words), timeout=120)
+        record = run(folder, SCRIPT.format(**words), timeout=300)
         balanced = [e for e in record.events if isinstance(e, Step) and WARM < e.step < first]
         step_ms = median(event.step_ms or 0.0 for event in balanced)
         reported = [(f.rank, f.cause, f.step, record.step_at(f.time)) for f in record.findings]

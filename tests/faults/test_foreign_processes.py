@@ -31,7 +31,7 @@ def test_this_process_and_its_ancestors_are_not_ended_as_leftovers(tmp_path: Pat
     sleeper = subprocess.Popen(["sleep", "600"], env=environment)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", parent], env=environment, capture_output=True, text=True, timeout=30
+            [sys.executable, "-c", parent], env=environment, capture_output=True, text=True, timeout=300
         )
         assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
         assert sleeper.wait(10) == -9

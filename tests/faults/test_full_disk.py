@@ -73,7 +73,7 @@ def last_checkpoint_step(folder: Path) -> int:
     return int(found[1]["updates"])
 
 
-@pytest.mark.parametrize("whose", ["record and checkpoints", "checkpoints"])
+@pytest.mark.parametrize("whose", ["record and checkpoints", pytest.param("checkpoints", marks=pytest.mark.slow)])
 def test_an_unwritable_last_checkpoint_fails_a_run_that_has_trained(
     small_disk: Path, tmp_path: Path, whose: str
 ) -> None:
@@ -169,7 +169,7 @@ def test_a_script_whose_record_lost_steps_says_so_in_every_face_and_is_called_no
     assert "the record is incomplete" in str(run_condition(seen, "finished"))
 
 
-@pytest.mark.parametrize("whose", ["record and checkpoints", "checkpoints"])
+@pytest.mark.parametrize("whose", [pytest.param("record and checkpoints", marks=pytest.mark.slow), "checkpoints"])
 def test_a_run_stopped_on_a_full_disk_reports_the_checkpoint_that_was_not_saved(
     small_disk: Path, tmp_path: Path, whose: str
 ) -> None:

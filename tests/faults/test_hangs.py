@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,12 +13,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from bench import FOR_EVER, LIMIT_S, Bench, rank_pid, until
+from bench import FOR_EVER, LIMIT_S, Bench, rank_pid, supervisor_pid, until
 
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.lifecycle import leftovers
 from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
+from gputrain_tui.lifecycle.supervisor_process import adopt
 from gputrain_tui.state import RunState
 from gputrain_tui.state.finding_text import run_mark
 from trainer.contract.record import AnyEvent, Doing, Failure, Finding, NodeSample, RankStacks, Step
@@ -140,7 +142,8 @@ def read(run: Run) -> tuple[RunState, list[AnyEvent]]:
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("datasets", "rank 1 on HOST has been getting ready for more than"),
+        # The first is also asked of a task of one's own, below.
+        pytest.param("datasets", "rank 1 on HOST has been getting ready for more than", marks=pytest.mark.slow),
         pytest.param("model", "rank 1 on HOST has been getting ready for more than", marks=pytest.mark.slow),
         pytest.param("first", "rank 1 on HOST has done no step for more than", marks=pytest.mark.slow),
         pytest.param("valid", "rank 1 on HOST has been validating for", marks=pytest.mark.slow),
@@ -282,6 +285,8 @@ def test_the_data_of_a_task_of_ones_own_that_hangs_is_named_by_its_line(
     await_line(run, 1)
     found = run.first_stall()
     assert found.rank == 1
+    assert found.message.startswith(f"rank 1 on {found.host} has been getting ready for more than")
+    assert "and the others wait" in found.message
     assert re.search(r"rank 1 is at .*hang_task.py:\d+ in reach", found.message)
 
 
@@ -365,3 +370,25 @@ def test_a_hang_is_only_reported_where_the_recipe_says_so(bench: Bench, hanging:
     begun = time.monotonic()
     until(lambda: time.monotonic() - begun > 5)  # the time-out has long passed
     assert found.process.poll() is None
+
+
+def test_on_finding_tells_a_frozen_rank_of_a_detached_run_once_whoever_supervises(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(bench.folder / "home"))
+    recipe = bench.recipe(FOR_EVER)
+    show = "echo $GPUTRAIN_FINDING_KIND $GPUTRAIN_FINDING_STATE $GPUTRAIN_FINDING_RANK"
+    recipe.write_text(f"{recipe.read_text()}[report]\non_finding = {json.dumps(show)}\n")
+    assert bench.call("run", recipe, "--detach").returncode == 0
+    run = bench.await_training()
+    os.kill(rank_pid(run, 1), signal.SIGSTOP)
+    log = run.dir.on_finding_log
+    until(lambda: log.exists() and log.read_text() == "stalled raised 1\n")
+    supervisor = psutil.Process(supervisor_pid(run))
+    supervisor.kill()
+    until(lambda: not supervisor.is_running() or supervisor.status() == psutil.STATUS_ZOMBIE)
+    adopt(run)
+    os.kill(rank_pid(run, 1), signal.SIGCONT)
+    until(lambda: "cleared" in log.read_text())
+    assert bench.call("stop", run.id).returncode in (0, 130)
+    assert log.read_text() == "stalled raised 1\nstalled cleared 1\n"

@@ -50,7 +50,7 @@ def in_namespace(tmp_path: Path) -> list[str]:
 
 def call(words: list[str], folder: Path) -> tuple[int, str]:
     environment = {"PATH": "/usr/bin:/bin:/usr/sbin:/sbin", "HOME": str(folder), "GPUTRAIN_HOME": str(folder / "home")}
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -27,7 +27,7 @@ def test_a_hundred_short_launches_succeed_and_leave_nothing(tmp_path: Path) -> N
     environment = {**os.environ, "GPUTRAIN_HOME": str(tmp_path / "home"), "GPUTRAIN_CACHE": str(tmp_path / "cache")}
     gputrain = Path(sys.executable).with_name("gputrain")
     for launch in range(LAUNCHES):
-        done = subprocess.run([gputrain, "run", recipe, "--json"], env=environment, capture_output=True, timeout=120)
+        done = subprocess.run([gputrain, "run", recipe, "--json"], env=environment, capture_output=True, timeout=300)
         assert done.returncode == 0, f"launch {launch}: {done.stderr.decode()}"
         events = [json.loads(line) for line in done.stdout.splitlines()]
         steps = {rank: sum(e["steps"] for e in events if e["type"] == "step" and e["rank"] == rank) for rank in (0, 1)}

@@ -36,7 +36,7 @@ os.write = write
 def wait_until_full():
     # At the second refusal the writer knows of the first. The file ends at the limit then, in the middle of a line.
     for _ in range(2):
-        assert refusals.acquire(timeout=30)
+        assert refusals.acquire(timeout=300)
     assert path.stat().st_size == 10_007
 
 path = Path(sys.argv[1])
@@ -51,7 +51,7 @@ limit(10_007)
 def on_a_full_disk(path: Path, program: str) -> list[str]:
     """Run a program whose file may not grow beyond 10,007 bytes; a limit acts as a full disk does."""
     done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK + program, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", FULL_DISK + program, str(path)], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()

@@ -86,7 +86,7 @@ def test_the_ranks_of_a_script_get_the_port_at_which_they_meet(bench: Bench) -> 
     assert {message.rpartition(" ")[2]} == ports
 
 
-@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("fixed", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_whose_port_is_always_taken_fails_with_the_reason_and_leaves_nothing(bench: Bench, fixed: bool) -> None:
     port = free_port()
     words = ["--set", f"cluster.port={port}"] if fixed else []

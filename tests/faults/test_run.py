@@ -130,7 +130,9 @@ def test_killing_the_foreground_saves_as_a_closed_terminal_does_and_leaves_nothi
     )
 
 
-@pytest.mark.parametrize("words", [[], ["--json"]], ids=["shown", "json"])
+@pytest.mark.parametrize(
+    "words", [pytest.param([], id="shown", marks=pytest.mark.slow), pytest.param(["--json"], id="json")]
+)
 def test_a_run_whose_directory_is_deleted_ends_with_the_reason(bench: Bench, words: list[str]) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER), *words)
     run = bench.await_training()
@@ -185,6 +187,7 @@ def step_of(run: Run, rank: int) -> int:
     return step.step if step is not None else 0
 
 
+@pytest.mark.slow  # the next one asks as much of a folder of its own
 def test_a_killed_rank_is_started_again_from_the_last_checkpoint(bench: Bench) -> None:
     run = restarted(bench, "train.save_every_updates=20")
     assert first_updates(run) == [0, 20]
@@ -197,6 +200,8 @@ def test_a_restart_and_a_resume_find_the_checkpoints_in_a_folder_of_ones_own(
 ) -> None:
     run = restarted(bench, "train.save_every_updates=20", "train.save_dir=kept")
     assert first_updates(run) == [0, 20]
+    events = list(decode_events(run.dir.node_events(0).read_bytes()))
+    assert [(event.rank, event.kind) for event in events if isinstance(event, Failure)] == [(1, "signal")]
     assert bench.call("run", "--resume", run.id, "--set", "train.max_updates=42").returncode == 0
     assert first_updates(bench.runs()[0]) == [40]
 

@@ -42,13 +42,12 @@ def assert_nothing_is_left(run: Run) -> None:
 @pytest.mark.parametrize(
     ("victim", "number", "cause"),
     [
-        (FOREGROUND, signal.SIGTERM, "stopped by SIGTERM"),
-        (FOREGROUND, signal.SIGHUP, "stopped by SIGHUP"),
-        (SUPERVISOR, signal.SIGHUP, "stopped by SIGHUP"),
-        (NODE, signal.SIGTERM, "node 0 was stopped on localhost"),
-        (NODE, signal.SIGHUP, "node 0 was stopped on localhost"),
+        pytest.param(FOREGROUND, signal.SIGTERM, "stopped by SIGTERM", id="foreground TERM"),
+        pytest.param(FOREGROUND, signal.SIGHUP, "stopped by SIGHUP", id="foreground HUP", marks=pytest.mark.slow),
+        pytest.param(SUPERVISOR, signal.SIGHUP, "stopped by SIGHUP", id="supervisor HUP"),
+        pytest.param(NODE, signal.SIGTERM, "node 0 was stopped on localhost", id="node TERM"),
+        pytest.param(NODE, signal.SIGHUP, "node 0 was stopped on localhost", id="node HUP", marks=pytest.mark.slow),
     ],
-    ids=["foreground TERM", "foreground HUP", "supervisor HUP", "node TERM", "node HUP"],
 )
 def test_a_signal_to_any_process_saves_the_run_and_names_the_signal(
     bench: Bench, victim: Victim, number: signal.Signals, cause: str

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +74,23 @@ def place(code: str) -> str:
     return f"{SCRIPT.name}:{1 + next(number for number, line in enumerate(lines) if code in line)}"
 
 
-@pytest.fixture
-def stacks(bench: Bench) -> Iterator[Stacks]:
+@pytest.fixture(scope="module")
+def stacks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stacks]:
+    """A run that no test may harm."""
+    with stacks_in(Bench(tmp_path_factory.mktemp("stacks"))) as run:
+        yield run
+
+
+@contextmanager
+def stacks_in(bench: Bench) -> Iterator[Stacks]:
     run = Stacks(bench)
-    yield run
-    if run.process.poll() is None:
-        for _ in range(2):
-            run.process.send_signal(signal.SIGINT)
-    run.process.communicate(timeout=LIMIT_S)
+    try:
+        yield run
+    finally:
+        if run.process.poll() is None:
+            for _ in range(2):
+                run.process.send_signal(signal.SIGINT)
+        run.process.communicate(timeout=LIMIT_S)
 
 
 def check_native_frames(stacks: Stacks) -> None:
@@ -117,21 +127,22 @@ def test_each_rank_answers_or_says_why_not_and_the_run_is_unharmed(stacks: Stack
     assert "the script's own handler ran" not in logs
 
 
-def test_a_stopped_process_is_named_as_stopped_and_the_record_keeps_all(stacks: Stacks) -> None:
-    pid = rank_pid(stacks.run, 5)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        _, answer = stacks.call("--rank", "4", "--rank", "5")
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    assert [(group["ranks"], group["problem"]) for group in answer["groups"]] == [
-        ([4], ""),
-        ([5], "the process is stopped (state T)"),
-    ]
-    subprocess.run(["kill", str(rank_pid(stacks.run, 0))], check=True)
-    stacks.process.communicate(timeout=LIMIT_S)
-    code, kept = stacks.call("--rank", "4")
-    assert (code, kept["groups"]) == (1, [group for group in answer["groups"] if group["ranks"] == [4]])
+def test_a_stopped_process_is_named_as_stopped_and_the_record_keeps_all(bench: Bench) -> None:
+    with stacks_in(bench) as stacks:
+        pid = rank_pid(stacks.run, 5)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            _, answer = stacks.call("--rank", "4", "--rank", "5")
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert [(group["ranks"], group["problem"]) for group in answer["groups"]] == [
+            ([4], ""),
+            ([5], "the process is stopped (state T)"),
+        ]
+        subprocess.run(["kill", str(rank_pid(stacks.run, 0))], check=True)
+        stacks.process.communicate(timeout=LIMIT_S)
+        code, kept = stacks.call("--rank", "4")
+        assert (code, kept["groups"]) == (1, [group for group in answer["groups"] if group["ranks"] == [4]])
 
 
 @played

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from bench import Bench, node_agent_pid
 from waiting import until
@@ -125,8 +126,10 @@ def test_stacks_are_those_of_the_ranks_and_a_stop_lets_both_save_and_leaves_noth
 
 
 def _processes_of(folder: Path) -> list[str]:
-    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return [line for line in listed if str(folder) in line or ("own/script.py" in line)]
+    """What runs there, or was given a path to it: other tests have scripts of the same name."""
+    listed = [each.info for each in psutil.process_iter(["cmdline", "cwd"])]
+    lines = [(" ".join(each["cmdline"] or ()), each["cwd"] or "") for each in listed]
+    return [line for line, cwd in lines if str(folder) in line or Path(cwd).is_relative_to(folder)]
 
 
 @pytest.mark.slow

@@ -61,7 +61,9 @@ def pid_of(run_dir: Path, rank: int) -> int:
     return next(event.pid or 0 for event in events if isinstance(event, RankState) and event.rank == rank)
 
 
-@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("ranks", "number"), [pytest.param(1, signal.SIGINT, marks=pytest.mark.slow), (2, signal.SIGTERM)]
+)
 def test_a_stopped_training_goes_on_bit_for_bit(tmp_path: Path, ranks: int, number: signal.Signals) -> None:
     process = begin(tmp_path / "first", "--max-updates", 1_000_000, ranks=ranks)
     await_steps(tmp_path / "first", ranks)
@@ -90,7 +92,9 @@ def test_a_stopped_training_goes_on_bit_for_bit(tmp_path: Path, ranks: int, numb
     assert seen[0] + seen[1] == seen[2], "each validation once"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow), signal.SIGUSR1]
+)
 def test_a_signal_to_every_process_of_a_job_loses_nothing(tmp_path: Path, number: signal.Signals) -> None:
     process = begin(tmp_path, "--max-updates", 1_000_000, "--num-workers", 1)
     await_steps(tmp_path)
@@ -172,7 +176,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, first: signal.Signals, se
     assert end(process)[0] == 130
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_second_sigterm_does_not_lose_the_checkpoint(tmp_path: Path, ranks: int) -> None:
     process = begin(tmp_path, "--max-updates", 1_000_000, ranks=ranks)
     await_steps(tmp_path, ranks)

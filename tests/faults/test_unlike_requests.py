@@ -72,7 +72,11 @@ def without_pids(output: str) -> str:
             "--batch-size: 4 on rank 0 (HOST), 8 on rank 1 (HOST); --max-updates: 9 on rank 0 (HOST), 3 on rank 1 "
             "(HOST); --lr: 0.001 on rank 0 (HOST), 0.5 on rank 1 (HOST)",
         ),
-        ([[], ["--resume", "elsewhere.pt"]], "--resume: none on rank 0 (HOST), elsewhere.pt on rank 1 (HOST)"),
+        pytest.param(
+            [[], ["--resume", "elsewhere.pt"]],
+            "--resume: none on rank 0 (HOST), elsewhere.pt on rank 1 (HOST)",
+            marks=pytest.mark.slow,
+        ),
         ([[], ["--dropout", "0.5"]], "--dropout: 0.0 on rank 0 (HOST), 0.5 on rank 1 (HOST)"),
     ],
     ids=["training", "resume", "task"],
@@ -147,7 +151,7 @@ class Noise(Points):
     [
         ("Sizes", "samples of train: 40 on rank 0 (HOST), 48 on rank 1 (HOST)"),
         ("Contents", "contents of train: "),
-        ("Validation", "contents of valid: "),
+        pytest.param("Validation", "contents of valid: ", marks=pytest.mark.slow),
         ("Splits", "samples of valid: 8 on rank 0 (HOST), none on rank 1 (HOST)"),
     ],
 )

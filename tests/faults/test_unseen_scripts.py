@@ -121,7 +121,7 @@ def test_a_loss_that_is_nan_from_the_first_step_on_is_found_without_ddp_and_samp
     assert state.findings["non_finite", 0].step == 1
 
 
-@pytest.mark.parametrize("steps", [3, 15, 63])
+@pytest.mark.parametrize("steps", [3, pytest.param(15, marks=pytest.mark.slow), 63])
 def test_parameters_of_a_short_script_are_compared_at_its_end(bench: Bench, steps: int) -> None:
     text = f"""{DDP}
 for number in range({steps}):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tiny_task import TinyTask
+from tiny_task import TinyOptions, TinyTask
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -26,7 +26,9 @@ class TooLargeTask(TinyTask):
 class WideTask(TinyTask):
     """Four layers of the given width: small ones are bound by the host, large ones by the GPU."""
 
-    count_per_sample = 1
+    def __init__(self, options: TinyOptions) -> None:
+        super().__init__(options)
+        self.count_per_sample = 1
 
     def datasets(self) -> Mapping[str, SizedDataset]:
         generator = torch.Generator().manual_seed(1)

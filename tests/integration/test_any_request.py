@@ -421,7 +421,7 @@ def test_answers_of_a_hostile_host_are_only_shown(folder: Path, monkeypatch: pyt
 def run_in_shell(line: str, folder: Path, **environ: Any) -> subprocess.CompletedProcess[bytes]:
     words = {"GPUTRAIN": f"{sys.executable} -m gputrain_tui", "TRAINER": f"{sys.executable} -m trainer"}
     env = {os.fsencode(key): os.fsencode(value) for key, value in {**os.environ, **words, **environ}.items()}
-    return subprocess.run(["bash", "-c", line], cwd=folder, env=env, capture_output=True, timeout=60)
+    return subprocess.run(["bash", "-c", line], cwd=folder, env=env, capture_output=True, timeout=300)
 
 
 @pytest.mark.parametrize(

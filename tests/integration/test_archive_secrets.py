@@ -81,7 +81,8 @@ def archived(run: Run, project: Path, *, logs: bool, environment: dict[str, str]
 def test_no_secret_of_any_form_is_in_an_archive_or_a_timeline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, alphabet: str, logs: bool
 ) -> None:
-    known = {name: secret(alphabet) for name in ("argument", "cluster", "node", "setup", "task", "shell", "on_end")}
+    names = ("argument", "cluster", "node", "setup", "task", "shell", "on_end", "on_finding")
+    known = {name: secret(alphabet) for name in names}
     said = {name: secret(alphabet) for name in ("exception", "status", "sample", "comment", "source line")}
     variable = RANDOM.choice(VARIABLES)
     args = [*FORMS[form](known["argument"]), "--lr", "0.1", "--fp16"]
@@ -102,6 +103,7 @@ args = {toml(args)}
 option = {toml(known["task"])}
 [report]
 on_end = {toml(" ".join(FORMS[form](known["on_end"])))}
+on_finding = {toml(" ".join(FORMS[form](known["on_finding"])))}
 """,
         encoding="utf-8",
     )

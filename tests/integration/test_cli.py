@@ -94,7 +94,7 @@ def test_control_c_ends_a_command_with_130_and_without_a_traceback(run: Run) -> 
     assert process.stdout is not None
     assert process.stdout.readline() == b"a line of the log\n"
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=120)
+    _, error = process.communicate(timeout=300)
     assert (process.returncode, error) == (130, b"")
 
 
@@ -104,7 +104,7 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(run: Run) -> None:
     os.close(writing)
     assert os.read(reading, 7) == b"a line "
     os.close(reading)
-    _, error = process.communicate(timeout=120)
+    _, error = process.communicate(timeout=300)
     assert (process.returncode, error) == (cli.SIGPIPE_STATUS, b"")
 
 
@@ -174,7 +174,7 @@ def test_a_signal_while_modules_load_stops_the_command_silently(number: signal.S
         "sys.argv = ['gputrain', 'runs']\n"
         "runpy.run_module('gputrain_tui', run_name='__main__')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 

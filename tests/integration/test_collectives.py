@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rank_group import Gang
 from torch import Tensor, nn
 
-from trainer.contract.record import CollectiveGroup, Step, decode_events
+from trainer.contract.record import CollectiveGroup, Finding, Step, decode_events
 from trainer.telemetry import instrument
 
 WORLD = 2
@@ -190,6 +190,11 @@ def compiled(rank: int, step: int) -> Any:
     return torch.compile(summed, backend="eager", fullgraph=True)(torch.ones(2))
 
 
+def sparse(rank: int, step: int) -> Any:
+    dist.all_reduce(ones := torch.eye(3).to_sparse())
+    return ones.to_dense()
+
+
 FOUR = float(STEPS)
 SCRIPTS: dict[Extra, dict[str, dict[str, float]]] = {
     every_operation: {
@@ -209,6 +214,7 @@ SCRIPTS: dict[Extra, dict[str, dict[str, float]]] = {
     },
     other_threads: {},
     replaced_functions: {"world": {"all_reduce": FOUR}},
+    sparse: {"world": {"all_reduce": FOUR}},
     compiled: {},
 }  # fmt: skip
 """What a script does, and the calls on record, by group and operation."""
@@ -267,3 +273,31 @@ def test_waits_are_those_of_a_timer_around_them_and_the_late_rank_has_its_own_ti
         for rank in range(WORLD)
     ]
     assert own_ms[1] > own_ms[0] + STEPS * 30.0, "who waits is not who is late"
+
+
+def _run_another_torch(rank: int, world_size: int, folder: str) -> list[Any]:
+    """Train with a torch one of whose functions has other arguments than those that are known."""
+    import torch.distributed._functional_collectives as functions
+
+    def all_reduce(values: Tensor) -> Tensor:
+        return values
+
+    original = functions.all_reduce
+    all_reduce.__module__ = original.__module__
+    functions.all_reduce = all_reduce  # type: ignore[assignment]
+    try:
+        return _run(rank, world_size, folder, replaced_functions)
+    finally:
+        functions.all_reduce = original
+
+
+def test_with_an_unknown_torch_all_but_the_collectives_is_measured_and_the_record_says_why(
+    gang: Gang, tmp_path: Path
+) -> None:
+    gang.run(_run_another_torch, str(tmp_path))
+    steps = [event for event in _events(tmp_path, 0) if isinstance(event, Step)]
+    assert sum(event.steps for event in steps) == STEPS
+    assert all((event.groups, event.sync_exposed_ms) == (None, None) and event.backward_ms for event in steps)
+    (found,) = [event for event in _events(tmp_path, 0) if isinstance(event, Finding)]
+    assert found.kind == "not_measured"
+    assert found.message.startswith("collectives are no longer measured: ValueError: ")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,7 +21,6 @@ from commands import Command, command
 from long_record import long_run, loss_of, single
 from made_runs import append_events
 from trace_rules import threads_of
-from waiting import LIMIT_S
 
 from gputrain_tui.history.export.steps import RecordedSteps
 from gputrain_tui.history.export.table import COLUMNS, write_csv
@@ -34,6 +34,7 @@ from trainer.contract.record import (
     Lost,
     RankState,
     RunDir,
+    ShareChange,
     Step,
     decode_events,
     encode_event,
@@ -41,7 +42,7 @@ from trainer.contract.record import (
 from trainer.host.process_identity import identify
 from trainer.telemetry.step_events import merge
 
-STEPS = 100_000
+STEPS = 30_000
 PEAK = """
 import resource, sys
 from gputrain_tui.cli import main
@@ -83,21 +84,21 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def peak(run: Run, *words: object) -> tuple[int, float, subprocess.CompletedProcess[str]]:
     line = [sys.executable, "-c", PEAK, "export", str(run.dir.path), *map(str, words)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     mib, seconds = done.stderr.splitlines()[-1].split()
     return int(mib), float(seconds), done
 
 
-def test_a_csv_of_100_000_steps_has_each_step_once_in_bounded_memory(long: Run, tmp_path: Path) -> None:
+def test_a_csv_of_very_many_steps_has_each_step_once_in_bounded_memory(long: Run, tmp_path: Path) -> None:
     before = contents(long.dir.path)
     small = long_run(tmp_path / "runs", steps=500)
     least_mib, _, _ = peak(small, "--to", "csv", "-o", tmp_path / "small.csv")
     mib, seconds, done = peak(long, "--to", "csv", "-o", tmp_path / "long.csv")
-    assert done.stdout.startswith(f"{tmp_path}/long.csv: 200,000 steps of 2 ranks, 1 to 100000, ")
+    assert done.stdout.startswith(f"{tmp_path}/long.csv: 60,000 steps of 2 ranks, 1 to 30000, ")
     assert len(done.stderr.splitlines()) == 1, "no bar where nobody looks"
     assert mib < least_mib + 32
-    assert seconds < 20
+    assert seconds < 6
     assert contents(long.dir.path) == before
     with (tmp_path / "long.csv").open(newline="") as file:
         rows = csv.reader(file)
@@ -167,6 +168,25 @@ def test_steps_that_a_failed_attempt_lost_stand_in_both_attempts(call: Command, 
         for attempt, begin, end in ((1, 1, 40), (2, 31, 35))
         for step in range(begin, end + 1)
     ]
+
+
+def test_a_csv_has_the_share_that_a_rank_had_at_each_step_of_each_attempt(call: Command, run: Run) -> None:
+    def change(step: int, *shares: int, cause: Any = "measured") -> ShareChange:
+        return ShareChange(time=2e9, step=step, previous=[], shares=list(shares), cause=cause)
+
+    begin = RankState(time=2e9, rank=0, state="joining")
+    append_events(run.dir, 0, change(21, 24, 8), begin, change(31, 20, 12, cause="resumed"), change(34, 28, 4))
+    for rank in range(2):
+        again = [single(rank, number) for number in range(31, 36)]
+        append_events(run.dir, rank, *([RankState(time=2e9, rank=1, state="joining")] if rank else []), *again)
+    rows = list(csv.DictReader(io.StringIO(call(run.id, "--to", "csv", "-o", "-").stdout)))
+    found = {(int(row["rank"]), int(row["attempt"]), int(row["step"])): row["share"] for row in rows}
+    for rank, shares in enumerate([("", "24", "20", "28"), ("", "8", "12", "4")]):
+        assert {found[rank, 1, step] for step in range(1, 21)} == {shares[0]}
+        assert {found[rank, 1, step] for step in range(21, 41)} == {shares[1]}
+        assert [found[rank, 2, step] for step in range(31, 36)] == [shares[2]] * 3 + [shares[3]] * 2
+    alone = list(csv.DictReader(io.StringIO(call(run.id, "--to", "csv", "-o", "-", "--rank", 1).stdout)))
+    assert alone[30]["share"] == "8"
 
 
 # -------------------------------------------------------------------------------------------- how far it goes
@@ -329,30 +349,6 @@ def test_collectives_are_in_each_format_by_group_and_overlapping_ones_are_on_sev
     assert "wait for other ranks" in {each["name"] for each in threads[0, 1]}
 
 
-RECIPE = """\
-name = "real"
-
-[[cluster.nodes]]
-cpu_ranks = 2
-
-[train]
-script = "{script}"
-"""
-
-
-def test_the_timeline_of_a_real_run_keeps_the_rules_of_its_format(call: Command, tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "support" / "plain_script.py"
-    Path("real.toml").write_text(RECIPE.format(script=script))
-    words = [sys.executable, "-m", "gputrain_tui", "run", "real.toml"]
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stderr
-    assert call("last", "--to", "chrome-trace", "-o", "t.json").returncode == 0
-    threads = threads_of(json.loads(Path("t.json").read_text()))
-    for rank in range(2):
-        assert sum(event["cat"] == "step" for event in threads[rank, 1]) == 8
-        assert {event["name"] for event in threads[rank, 2]} == {"all-reduce"}
-
-
 # ------------------------------------------------------------------------------------------- what is refused
 
 
@@ -414,7 +410,7 @@ def test_a_full_disk_leaves_the_file_that_was_there_and_no_part_of_another(run: 
     (folder / "file").write_text("before")
     words = ["export", str(run.dir.path), "--to", form, "-o", str(folder / "file"), "--force"]
     limited = ["bash", "-c", 'ulimit -f 4; exec "$@"', "bash", sys.executable, "-m", "gputrain_tui", *words]
-    done = subprocess.run(limited, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"gputrain: cannot write {folder / 'file'}: File too large\n"
     assert [(path.name, path.read_text()) for path in folder.iterdir()] == [("file", "before")]

@@ -74,6 +74,7 @@ def processes() -> Iterator[Processes]:
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*LAUNCHER, *SLURM, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # an inferred world is that of the GPUs, of which two are asked for
 
 
 # ----------------------------------------------------------------------------------------- in the started processes

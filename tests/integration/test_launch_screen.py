@@ -435,7 +435,7 @@ async def launch_with_a_warning() -> None:
         supervisor = find("last").status.supervisor
         assert supervisor is not None
         with suppress(psutil.NoSuchProcess):
-            psutil.Process(supervisor.pid).wait(timeout=120)
+            psutil.Process(supervisor.pid).wait(timeout=300)
         assert find("last").state == "finished"
         assert app.live.id == find("last").id
 

@@ -81,12 +81,12 @@ def test_a_command_that_fails_costs_a_warning(tmp_path: Path) -> None:
 def test_a_command_that_hangs_is_killed_with_its_child_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "ON_END_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(report, "COMMAND_TIMEOUT_S", 0.5)
     run_dir = RunDir(tmp_path)
     run_dir.logs.mkdir()
     status = Status(run="r", recipe="r", world_size=1, status="finished", exit_code=0)
     problem = report.run_on_end("sleep 600 & echo $!; wait", run_dir, status, is_interrupted=lambda: False)
-    assert "report.on_end took longer than 0 s and was killed" in problem
+    assert problem.startswith("report.on_end took longer than ")
     pid = run_dir.on_end_log.read_text().strip()
     until(lambda: not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text())
 

@@ -26,7 +26,6 @@ from trainer.engine.checkpoint_evaluation import evaluate_checkpoint
 from trainer.engine.starting_point import open_start
 
 SEED = 27
-CASES = 150
 MAX_BATCHES = 3000
 """Batches after which a training counts as endless; those that end make a few hundred."""
 TASK = "test_one_verdict:AnyTask"
@@ -107,10 +106,10 @@ def two_ranks() -> Iterator[Gang]:
     gang.close()
 
 
-def drawn_options(checkpoint: str) -> Iterator[dict[str, Any]]:
+def drawn_options(checkpoint: str, cases: int) -> Iterator[dict[str, Any]]:
     """Yield options at random, mostly with a limit."""
     draw = random.Random(SEED)
-    for _ in range(CASES):
+    for _ in range(cases):
         names = draw.sample(sorted(VALUES), draw.randint(1, 6))
         options = {name: draw.choice(VALUES[name]) for name in names}
         if draw.random() < 0.7:
@@ -152,8 +151,9 @@ def refused_by_recipe(options: dict[str, Any]) -> str:
     return ""
 
 
+@pytest.mark.parametrize("cases", [50, pytest.param(500, marks=pytest.mark.slow)])
 def test_options_that_ranks_refuse_are_refused_by_check_and_command_line_by_key(
-    two_ranks: Gang, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    two_ranks: Gang, tmp_path: Path, capsys: pytest.CaptureFixture[str], cases: int
 ) -> None:
     begun = {"batch_size": (4,), "max_epochs": 0, "max_updates": 2}
     (first, _) = two_ranks.run(train_on, TASK, str(tmp_path / "left"), begun)
@@ -161,7 +161,7 @@ def test_options_that_ranks_refuse_are_refused_by_check_and_command_line_by_key(
     (checkpoint,) = (tmp_path / "left").glob("step_*.pt")
     known = {option.name for option in describe(Training)}
     verdicts = {"refused": 0, "trained": 0}
-    for options in drawn_options(str(checkpoint)):
+    for options in drawn_options(str(checkpoint), cases):
         by_ranks = two_ranks.run(tried, options)
         by_recipe = refused_by_recipe(options)
         assert bool(by_recipe) == any(by_ranks), (options, by_ranks, by_recipe)
@@ -174,7 +174,7 @@ def test_options_that_ranks_refuse_are_refused_by_check_and_command_line_by_key(
         words = to_flags(Training(**{"task": trained.TASK, "batch_size": (4,), **options}))
         assert main([*words, "--cpu", "--distributed-world-size", "2"], {}) == ExitCode.BAD_REQUEST, options
         assert f"--{key[1].replace('_', '-')} " in capsys.readouterr().err
-    assert min(verdicts.values()) > CASES / 5, verdicts
+    assert min(verdicts.values()) > cases / 5, verdicts
 
 
 def test_patience_alone_is_refused_by_ranks_whose_task_has_no_validation_data(two_ranks: Gang) -> None:

@@ -71,6 +71,20 @@ def test_the_command_prints_a_table_the_contract_and_lines_for_the_shell(plan: C
     assert all(line.startswith("# node ") for line in lines[::2])
 
 
+def test_the_plan_of_balanced_shares_says_with_which_it_begins(plan: Command) -> None:
+    nodes = ("--set", "cluster.nodes=[{cpu_ranks = 3}]")
+    line = "shares 32, 32, 32 of 96 samples at the start: equal, until the ranks have measured their speeds"
+    assert line in plan("recipes/mixed_gpus.toml", *nodes).stdout.splitlines()
+    recorded = plan("recipes/mixed_gpus.toml", *nodes, "--set", "train.shares_from=/runs/a")
+    assert "shares of 96 samples as in the run of /runs/a" in recorded.stdout.splitlines()
+    equal = ("--set", "train.batch_size=32", "--set", "train.global_batch_size=0")
+    lines = plan("recipes/mixed_gpus.toml", *nodes, *equal).stdout.splitlines()
+    assert not any(line.startswith("shares") for line in lines)
+    few = plan("recipes/mixed_gpus.toml", *nodes, "--set", "train.global_batch_size=2")
+    assert (few.returncode, few.stdout) == (2, "")
+    assert "global_batch_size is 2, but there are 3 ranks" in few.stderr
+
+
 def test_commands_for_several_machines_have_one_fixed_port_and_a_note_says_so(plan: Command) -> None:
     nodes = "cluster.nodes=[{host = '10.0.123.1', gpus = 1}, {host = '10.0.123.2', gpus = 1}]"
     words = ("recipes/four_nodes.toml", "--shell", "--set", nodes)
@@ -130,5 +144,5 @@ def test_planning_imports_neither_torch_nor_textual() -> None:
         "print(code, [name for name in ('torch', 'textual', 'tomlkit') if name in sys.modules], file=sys.stderr)"
     )
     words = [sys.executable, "-c", code, "plan", "recipes/four_nodes.toml"]
-    ended = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    ended = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert ended.stderr.strip() == "0 []"

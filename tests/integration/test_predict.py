@@ -104,7 +104,7 @@ def test_what_cannot_be_predicted_is_one_line(
     [
         (["--task=lm", "--data=none"], "is a checkpoint of task docnn, not of lm"),
         ([*DOCNN, "--kernel-num=7"], "does not fit this model"),
-        (["--task=masked_lm", "--data=none", "--vocab=none"], "has no predict(model, rows)"),
+        (["--task=tiny_task:TinyTask"], "has no predict(model, rows)"),
         ([*DOCNN, "--widht=3"], "--widht=3 is not an option"),
         ([], "--task is missing"),
     ],
@@ -123,7 +123,8 @@ def test_digits_are_read_from_an_idx_file_and_from_json(
 ) -> None:
     torch.manual_seed(0)
     path = tmp_path / "best.pt"
-    write_file(path, {"task": "mnist", "model": MnistTask(MnistOptions(data="none")).model().state_dict()})
+    weights = MnistTask(MnistOptions(data="none")).model().state_dict()
+    write_file(path, {"task": "mnist", "model": weights, "task_state": {}})
     images = torch.randint(0, 256, (3, 28, 28), dtype=torch.uint8)
     idx = tmp_path / "t10k-images-idx3-ubyte.gz"
     content = bytes(images.flatten().tolist())
@@ -148,7 +149,7 @@ def test_a_text_is_continued_alike_each_time(
     torch.manual_seed(0)
     options = LanguageModel.Options(data="none", dim=16, heads=2, layers=1)
     path = tmp_path / "best.pt"
-    write_file(path, {"task": "lm", "model": LanguageModel(options).model().state_dict()})
+    write_file(path, {"task": "lm", "model": LanguageModel(options).model().state_dict(), "task_state": {}})
     typed(b"one\none\n\n")
     code, printed, _ = predicted(capfdbinary, path, "--", *flags)
     assert code == 0

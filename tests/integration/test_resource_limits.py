@@ -73,7 +73,7 @@ def test_limits_of_a_container_count_and_max_is_none(tmp_path: Path) -> None:
 def test_an_absurd_number_of_ranks_is_one_line_and_exit_code_2(flags: list[str], tmp_path: Path) -> None:
     task = f"{(Path(__file__).parents[1] / 'support' / 'tiny_task.py')}:TinyTask"
     words = [sys.executable, "-m", "trainer", "--task", task, "--cpu", "--run-dir", str(tmp_path / "run"), *flags]
-    done = subprocess.run([*words, "--max-updates", "1"], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([*words, "--max-updates", "1"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "ranks were asked for on this node, which can hold at most" in line

@@ -136,7 +136,7 @@ def test_an_archive_opens_where_there_is_no_run(call: Command, run: Run, tmp_pat
 
     def run_elsewhere(*words: object) -> str:
         line = [sys.executable, "-m", "gputrain_tui", *map(str, words)]
-        return subprocess.run(line, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
+        return subprocess.run(line, env=environment, capture_output=True, text=True, check=True, timeout=300).stdout
 
     assert run_elsewhere("export", archive, "--to", "csv", "-o", "-") == csv
     assert run_elsewhere("logs", archive, "--rank", 1) == logs.replace("from-my-shell-1", "*" * 15)
@@ -318,14 +318,16 @@ COMMAND = "curl -H 'Authorization: Bearer abc' -u me:on-end-secret https://me:pw
     ],
     ids=["table", "dotted", "inline", "several lines"],
 )
-def test_on_end_is_left_out_with_its_output(call: Command, run: Run, table: str) -> None:
-    run.dir.recipe.write_text(f'name = "demo"  # on_end = "curl -u me:abc"\n{table}')
-    run.dir.on_end_log.write_text("+ curl -H 'Authorization: Bearer abc'\n")
+@pytest.mark.parametrize("key", ["on_end", "on_finding"])
+def test_commands_of_the_report_are_left_out_with_their_output(call: Command, run: Run, table: str, key: str) -> None:
+    table = table.replace("on_end", key)
+    run.dir.recipe.write_text(f'name = "demo"  # {key} = "curl -u me:abc"\n{table}')
+    (run.dir.logs / f"{key}.log").write_text("+ curl -H 'Authorization: Bearer abc'\n")
     append_to_log(run, 0, b"sent on-end-secret\n")
     done = call("export", run.id, "--to", "archive", "--logs", "-o", "x.tar.gz")
     assert done.returncode == 0, done.stderr
-    assert "left out: on_end of recipe.toml: " in done.stderr
-    assert "left out: logs/on_end.log: " in done.stderr
+    assert f"left out: {key} of recipe.toml: " in done.stderr
+    assert f"left out: logs/{key}.log: " in done.stderr
     found = members(Path("x.tar.gz"))
     assert tomllib.loads(found[f"{run.id}/recipe.toml"].decode()) == {
         "name": "demo",

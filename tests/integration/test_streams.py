@@ -13,6 +13,7 @@ from rank_group import Gang
 from test_loop import TASK as TINY, train
 from torch.utils.data import IterableDataset
 
+from trainer.checkpoint import load
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.data.stream_batches import StreamBatches, StreamEvalBatches
 from trainer.distributed import all_gather_list, get_rank, get_world_size
@@ -110,6 +111,65 @@ def test_drop_last_leaves_out_the_samples_that_do_not_fill_the_batch_of_every_ra
     ranks = three_ranks.run(an_epoch, Count(31), [3, 1, 2], {"drop_last": True}, 2)
     assert samples_of([rank["first"] for rank in ranks]) == list(range(30))
     assert [[update[:2] for update in rank["first"]] for rank in ranks] == [[(2, 12), (2, 12), (1, 6)]] * 3
+
+
+class StatefulCount(Count):
+    """Numbers that go on from a state; ``read`` has those that were read."""
+
+    def __init__(self, stop: int) -> None:
+        super().__init__(stop)
+        self.place = 0
+        self.read: list[int] = []
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+    def __iter__(self) -> Iterator[int]:
+        while self.place < len(self.samples):
+            self.place += 1
+            self.read.append(self.place - 1)
+            yield self.place - 1
+        self.place = 0
+
+
+def continued(
+    _rank: int, _world_size: int, sizes: list[int], workers: int, stop: int
+) -> tuple[Epoch, Epoch, dict[str, Any], list[int]]:
+    begun = batches(StatefulCount(31), sizes, num_workers=workers)
+    before = read(begun, 2, stop)
+    dataset = StatefulCount(31)
+    resumed = batches(dataset, sizes, num_workers=workers)
+    resumed.load_state_dict(begun.state_dict())
+    rest = read(resumed, 2)
+    resumed.next_epoch()
+    return before + rest, read(resumed, 2), begun.state_dict(), dataset.read
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_stream_reads_on_from_its_state_and_begins_the_next_epoch_at_its_start(
+    three_ranks: Gang, workers: int
+) -> None:
+    straight = [each["first"] for each in three_ranks.run(an_epoch, Count(31), [3, 1, 2], {}, 2)]
+    for stop in (1, 2) if not workers else (1,):
+        ranks = three_ranks.run(continued, [3, 1, 2], workers, stop)
+        for (both, again, state, lines), wanted in zip(ranks, straight, strict=True):
+            assert both == again == wanted
+            assert state["stream_state"]["dataset"] == {"place": 12 * stop}
+            if not workers:  # else in other processes
+                assert lines == [*range(12 * stop, 31), *range(31)], "no sample is read again"
+
+
+def test_the_state_of_a_stream_is_used_on_another_world_size_and_left_out_without_the_methods(
+    three_ranks: Gang,
+) -> None:
+    (_, _, state, _), *_ = three_ranks.run(continued, [3, 1, 2], 0, 1)
+    for dataset in (StatefulCount(31), Count(31)):
+        alone = batches(dataset, [4], exchange=lambda lines: [lines])
+        alone.load_state_dict(state)
+        assert samples_of([read(alone, 1)]) == list(range(12, 31))
 
 
 def broken_off(
@@ -211,7 +271,16 @@ def trained(gang: Gang, folder: Path | None, stream: str, **options: Any) -> dic
 
 
 @pytest.mark.parametrize(
-    ("stream", "workers"), [("ShuffledStream", 0), ("SizedStream", 0), ("ShardedStream", 0), ("SplitByWorker", 2)]
+    ("stream", "workers"),
+    [
+        ("ShuffledStream", 0),
+        ("SizedStream", 0),
+        ("ShardedStream", 0),
+        ("SplitByWorker", 2),
+        ("StatefulStream", 0),
+        ("StatefulStream", 2),
+        ("UnsavedStream", 0),
+    ],
 )
 def test_a_resumed_stream_is_equal_to_one_without_a_stop_bit_for_bit(
     three_ranks: Gang, tmp_path: Path, stream: str, workers: int
@@ -268,6 +337,38 @@ def test_a_stream_that_cannot_be_trained_on_is_one_line(
     assert trained(three_ranks, None, stream, **options)["error"].startswith(line)
 
 
+@pytest.mark.parametrize(
+    ("damage", "line"),
+    [
+        (
+            {"dataset": {}},
+            "the stream's load_state_dict() cannot restore the state of the checkpoint: KeyError: 'place",
+        ),
+        (
+            {"dataset": {"place": 3}},
+            "after load_state_dict() the stream does not go on with sample 9 of epoch 1: its s",
+        ),
+    ],
+)
+def test_a_state_that_does_not_continue_a_stream_is_one_line(damage: dict[str, Any], line: str) -> None:
+    source = batches(StatefulCount(31), [4], exchange=lambda lines: [lines])
+    read(source, 1, 2)
+    state = source.state_dict()
+    state["stream_state"] = {**state["stream_state"], **damage}
+    other = batches(StatefulCount(31), [4], exchange=lambda lines: [lines])
+    other.load_state_dict(state)
+    with pytest.raises(RequestError) as refusal:
+        read(other, 1)
+    assert str(refusal.value).startswith(line)
+
+
+def test_a_state_without_the_order_of_the_stream_is_refused(three_ranks: Gang, tmp_path: Path) -> None:
+    options = {"max_epochs": 0, "max_updates": 3}
+    assert trained(three_ranks, tmp_path, "ForgetfulStream", **options)["error"] == ""
+    done = trained(three_ranks, None, "ForgetfulStream", **{**options, "max_updates": 4}, resume=str(tmp_path))
+    assert done["error"].startswith("after load_state_dict() the stream does not go on with sample 37 of epoch 1")
+
+
 def test_a_stream_that_is_never_the_same_is_not_resumed_in_an_epoch(tmp_path: Path) -> None:
     """As a whole command: a refusal within the training is one line too."""
     task = TINY.replace("tiny_task.py:TinyTask", "stream_tasks.py:StreamTask")
@@ -278,3 +379,21 @@ def test_a_stream_that_is_never_the_same_is_not_resumed_in_an_epoch(tmp_path: Pa
     assert done.code == 2, done.output
     assert "does not begin with the sample that it began with" in done.output.splitlines()[-1]
     assert "Traceback" not in done.output
+
+
+def test_a_stateful_stream_whose_process_is_killed_gives_each_sample_once(tmp_path: Path) -> None:
+    task = TINY.replace("tiny_task.py:TinyTask", "stream_tasks.py:StreamTask")
+    flags = ("--task", task, "--stream", "StatefulStream", "--batch-size", 4, "--samples", 50, "--max-updates", 13)
+    logs = [tmp_path / "before.log", tmp_path / "after.log"]
+    killed = train(tmp_path / "first", *flags, "--save-every-updates", 2, "--log", logs[0], "--kill-at", 45)
+    assert killed.code != 0
+    saved = max((tmp_path / "first" / "checkpoints").glob("step_*.pt"))
+    consumed = load(saved)["position"]["consumed"]
+    assert 8 <= consumed <= 40
+    done = train(tmp_path / "second", *flags, "--log", logs[1], "--resume", saved)
+    assert done.code == 0, done.output
+    before, after = ([int(line) for line in log.read_text().split()] for log in logs)
+    assert len(before) == 46, "it was killed as it read on"
+    epoch = before[:consumed] + after[: 50 - consumed]
+    assert sorted(epoch) == list(range(50)), "each sample once; none of them was read again"
+    assert after[: 46 - consumed] == before[consumed:]

@@ -160,9 +160,9 @@ def test_the_anchor_of_every_heading_is_the_one_that_textual_goes_to() -> None:
         app, found = Topics(), []
         async with app.run_test():
             for name in ORDER:
-                markdown = read_topic(name).markdown
-                await app.query_one(Markdown).update(markdown)
-                headings = dict.fromkeys(line[3:] for line in markdown.splitlines() if line.startswith("## "))
+                lines = [line for line in read_topic(name).markdown.splitlines() if line.startswith("#")]
+                await app.query_one(Markdown).update("\n\n".join(lines))  # the text between takes seconds
+                headings = dict.fromkeys(line[3:] for line in lines if line.startswith("## "))
                 go = app.query_one(Markdown).goto_anchor
                 found += [f"{name}: {text}" for text in headings if not go(internals.heading_anchor(text))]
         return found

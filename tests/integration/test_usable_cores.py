@@ -55,7 +55,7 @@ def test_a_rank_that_is_bound_to_one_core_computes_with_one_thread(tmp_path: Pat
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(support), *sys.path])},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "threads: 1\n" in done.stdout

@@ -59,6 +59,10 @@ NUMBER(nvmlDeviceGetComputeMode, 0)
 KIND(nvmlDeviceGetTemperature, 61)
 KIND(nvmlDeviceGetClockInfo, kind == 1 ? 1755 : 1)
 KIND(nvmlDeviceGetMaxClockInfo, kind == 1 ? 1980 : 1)
+int nvmlDeviceGetCudaComputeCapability(Device *d, int *major, int *minor) {
+    *major = BUSY(d) ? 9 : 7; *minor = BUSY(d) ? 0 : 5;
+    return OK;
+}
 int nvmlDeviceGetMigMode(Device *d, unsigned *now, unsigned *pending) { *now = *pending = 0; return BUSY(d) ? OK : NOT_SUPPORTED; }
 /* Only the older name of the query, as drivers before 535 have it. */
 int nvmlDeviceGetCurrentClocksThrottleReasons(Device *d, unsigned long long *out) { *out = BUSY(d) ? 0x24 : 0x1; return OK; }

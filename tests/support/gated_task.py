@@ -1,4 +1,4 @@
-"""Language model that stops after a number of updates until a file exists."""
+"""Language model that stops after a number of updates until a file exists, or leaves the cores free."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class GatedOptions(LmOptions, kw_only=True):
     """File that lets the training continue."""
     updates: int = 0
     """Number of updates that do not need the file."""
+    pause_s: float = 0.0
+    """Least time of a training step."""
 
 
 class GatedTask(LanguageModel):
@@ -26,6 +28,7 @@ class GatedTask(LanguageModel):
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, Mapping[str, Tensor]]:
         if model.training:
+            time.sleep(self.options.pause_s)
             while self.begun >= self.options.updates and not Path(self.options.gate).exists():
                 time.sleep(0.005)
             self.begun += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,10 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
         loop = Loop(RecordingTask(own), training, context)
         if training.finetune_from:
             fitting, other = loop.state.fitting_weights(training.finetune_from, partial=training.finetune_partial)
-            loop.state.begin_with(fitting)
+            loop.state.begin_with(loop.strategy.spread(lambda: {"model": fitting})["model"])
             narration.append(other)
         if training.resume:
-            state = state_of(training.resume)
+            state = loop.strategy.spread(partial(state_of, training.resume))
             loop.state.load_state_dict(state, source=training.resume, own_checkpoint=again)
         loop.run()
     except (RequestError, TrainingError) as error:
@@ -71,12 +72,18 @@ def train_on(rank: int, world_size: int, task: str, folder: str | None, options:
         "error": "",
         "narration": narration,
         "updates": loop.updates,
-        "model": {name: value.detach().clone() for name, value in loop.raw_model.state_dict().items()},
+        "model": {name: whole(value) for name, value in loop.raw_model.state_dict().items()},
         "batches": seen,
         "weights": weights,
         "best": [loop.best.value, loop.best.step],
         "lr": loop.schedule.lr,
     }
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor, whole if it is divided among the ranks."""
+    gathered: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return gathered.detach().clone()
 
 
 def _file(resume: str) -> Path | None:

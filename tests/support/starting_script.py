@@ -18,14 +18,15 @@ FOR_EVER = 1_000_000
 
 
 def train(rank: int, port: int, steps: int, fault: str) -> None:
-    world_size = WORLD
+    world_size, host = WORLD, "127.0.0.1"
     if (nodes := int(os.environ.get("NNODES", "1"))) > 1:
         rank, world_size, port = (
             rank + WORLD * int(os.environ["NODE_RANK"]),
             WORLD * nodes,
             int(os.environ["MASTER_PORT"]),
         )
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+        host = os.environ["MASTER_ADDR"]
+    dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=world_size)
     work(rank, steps, fault)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,9 +92,65 @@ class OneShotStream(SizedStream):
         yield from self.source
 
 
+class StatefulStream(ShuffledStream):
+    """Stream in random order with random noise that goes on from a state."""
+
+    log = ""
+    """File to which each index is appended when it is read."""
+    kill_at = -1
+    """Place in the order at which the process is killed."""
+
+    def __init__(self, samples: Any) -> None:
+        super().__init__(samples)
+        self.order: list[int] = []
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order, "place": self.place}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.order, self.place = list(state["order"]), state["place"]
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.place:
+            self.order = list(range(len(self.samples)))
+            random.shuffle(self.order)
+        while self.place < len(self.order):
+            index = self.order[self.place]
+            if self.log:
+                with Path(self.log).open("a") as file:
+                    file.write(f"{index}\n")
+            if self.place == self.kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            inputs, targets = self.samples[index]
+            self.place += 1
+            yield inputs + 0.1 * torch.randn(()), targets
+        self.place = 0
+
+
+class ForgetfulStream(StatefulStream):
+    """Stream whose state does not hold its order."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.place = state["place"]
+        self.order = list(range(len(self.samples)))
+
+
+class UnsavedStream(StatefulStream):
+    """Stream with a state that a checkpoint cannot hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "self": {1, 2}}
+
+
 class StreamOptions(TinyOptions, kw_only=True):
     stream: str = "ShuffledStream"
     valid_stream: bool = False
+    log: str = ""
+    kill_at: int = -1
 
 
 class StreamTask(TinyTask):
@@ -102,5 +160,6 @@ class StreamTask(TinyTask):
     def datasets(self) -> Mapping[str, Any]:
         splits = dict(super().datasets())
         stream = globals()[self.options.stream](splits["train"])
+        stream.log, stream.kill_at = self.options.log, self.options.kill_at
         valid = SizedStream(splits["valid"]) if self.options.valid_stream else splits["valid"]
         return {"train": stream, "valid": valid}

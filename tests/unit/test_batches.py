@@ -11,7 +11,9 @@ import torch
 from epoch_batches import batches, read, samples_of
 from torch.utils.data import DataLoader
 
+from trainer.contract.balanced_shares import equal_shares
 from trainer.contract.errors import RequestError
+from trainer.contract.options import Training
 from trainer.data.batches import EvalBatches, Position
 from trainer.data.epoch_order import epoch_order
 from trainer.data.loader import MicroBatch, pinned
@@ -313,14 +315,27 @@ def test_empty_splits_are_named() -> None:
 def test_batch_sizes_are_one_for_all_or_one_per_rank(
     given: list[int], world_size: int, expected: tuple[int, ...]
 ) -> None:
-    assert rank_batch_sizes(given, world_size) == expected
+    assert rank_batch_sizes(Training(task="a:B", batch_size=tuple(given)), world_size) == expected
+
+
+def test_balanced_shares_begin_as_equal_as_they_can() -> None:
+    options = Training(task="a:B", batch_size="balanced", global_batch_size=32)
+    assert rank_batch_sizes(options, 3) == (11, 11, 10)
 
 
 def test_a_wrong_number_of_batch_sizes_is_refused() -> None:
     with pytest.raises(
         RequestError, match=r"^--batch-size has 3 values, but there are 2 ranks; give one, or one per rank$"
     ):
-        rank_batch_sizes([32, 32, 8], 2)
+        rank_batch_sizes(Training(task="a:B", batch_size=(32, 32, 8)), 2)
+
+
+def test_a_global_batch_below_one_sample_per_rank_is_refused() -> None:
+    with pytest.raises(
+        RequestError,
+        match=r"^--global-batch-size is 2, but there are 3 ranks, each with at least 1 sample: give 3 or more$",
+    ):
+        rank_batch_sizes(Training(task="a:B", batch_size="balanced", global_batch_size=2), 3)
 
 
 # ------------------------------------------------------------------------------------------------------- evaluation
@@ -410,3 +425,42 @@ def test_reading_in_the_rank_costs_no_more_than_twice_that_of_torchs_loader() ->
     # The best of several, because another process on the machine can only make one of them worse.
     pairs = [(seconds(ours), seconds(theirs)) for _ in range(20)]
     assert min(own for own, _ in pairs) < 2 * min(other for _, other in pairs)
+
+
+# ----------------------------------------------------------------------------------------------- shares that change
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_each_sample_is_read_once_however_often_the_shares_change(seed: int, drop_last: bool, num_workers: int) -> None:
+    source = random.Random(seed)
+    ranks, total, samples = 3, 10, source.randint(60, 90)
+    options: dict[str, Any] = {"balanced": True, "drop_last": drop_last, "num_workers": num_workers}
+    readers = [batches(samples, equal_shares(total, ranks), rank, **options) for rank in range(ranks)]
+    for _ in range(2):
+        seen: list[int] = []
+        for updates in zip(*(reader.updates(2) for reader in readers), strict=True):
+            sizes = readers[0].batch_sizes
+            read = [list(update) for update in updates]
+            seen += [sample for micros in read for micro in micros if micro.samples for sample in micro.batch]
+            if updates[0].global_samples == 2 * total:
+                assert [sum(micro.samples for micro in micros) for micros in read] == [2 * size for size in sizes]
+            if source.random() < 0.5:
+                cut = sorted(source.sample(range(1, total), 2))
+                for reader in readers:
+                    reader.set_batch_sizes([cut[0], cut[1] - cut[0], total - cut[1]])
+        assert len(set(seen)) == len(seen) == (samples - samples % total if drop_last else samples)
+        for reader in readers:
+            reader.next_epoch()
+    for reader in readers:
+        reader.close()
+
+
+def test_the_order_of_balanced_batches_does_not_depend_on_the_shares() -> None:
+    lengths = [(7 * index) % 13 + 1 for index in range(60)]
+    orders = []
+    for sizes in ([6, 6], [9, 3]):
+        readers = [batches(60, sizes, rank, lengths=lengths, balanced=True) for rank in range(2)]
+        orders.append([samples_of(update) for update in zip(*(read(reader, 1) for reader in readers), strict=True)])
+    assert orders[0] == orders[1]

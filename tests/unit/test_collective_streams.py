@@ -79,7 +79,7 @@ class Gpu:
     def times(self) -> Any:
         step = self.meter.take()
         assert step is not None
-        marks = step.spent_marks()
+        marks = list(step.spent_marks())
         assert len(marks) == len(set(marks)), "a mark is put back once"
         return collective_times(step, ["forward"], self.start, self.clock)
 
@@ -110,8 +110,7 @@ def test_a_hidden_collective_and_an_event_without_one_block_nothing() -> None:
     gpu.meter.recorded(unrelated, gpu.training)
     gpu.wait(unrelated)
     times = gpu.times()
-    assert times.exposed_ms == {"forward": 0.0}
-    assert times.groups[0].calls == 1
+    assert (times.exposed_ms, times.groups[0].calls, times.groups[0].exposed_ms) == ({}, 1, 0.0)
 
 
 def test_where_nothing_waits_the_exposed_time_is_unknown() -> None:

@@ -140,16 +140,6 @@ def test_throttled_gpus_of_a_host_are_one_finding_that_names_the_reason(hot: lis
     assert summaries(seconds(9, throttled=False)) == [("gpu_throttled", "cleared", 2, "gpu_thermal")]
 
 
-def test_a_gpu_of_a_slower_model_is_one_lasting_straggler() -> None:
-    """Its phases show that the device is slow as a whole; its clock is as fast as the others'."""
-    run = SimulatedRun(device="cuda:0")
-    sample_gpus(run, [1980] * 4, {})
-    found = run.steps(400, late(3, first=1, forward=12.0, backward=24.0, optimizer=2.5))
-    assert summaries(found) == [("straggler", "raised", 3, "unattributed")]
-    assert "for no single reason: forward +12." in found[0].message
-    assert "suspect the device itself" in found[0].advice
-
-
 CAUSES: list[tuple[dict[str, float], str, str]] = [
     ({"data": 30.0}, "data", "because of its data loading"),
     ({"h2d": 30.0}, "h2d", "because of copying batches to its device"),

@@ -242,6 +242,15 @@ def test_in_groups_that_never_meet_only_the_late_ones_wait() -> None:
     assert max(late[0], late[1]) < 20.0, "they wait for nobody, and nobody for them"
 
 
+def test_work_is_uneven_among_ranks_that_wait_for_each_other() -> None:
+    """Ranks 2 and 3 are late in turn; the other two, that are never late, do not wait for them."""
+    parts: list[Part] = [("forward", 20.0, ""), ("backward", 40.0, ""), ("sync", "pair", "all_reduce")]
+    run = ParallelRun(parts, {"pair": [[0, 1], [2, 3]]})
+    found = [each for turn in range(400) for each in run.steps(1, {(2 + run.random.randrange(2), 1): 40.0})]
+    assert kinds(found) == [("imbalance", "raised", None, "unattributed")]
+    assert found[0].message.startswith("ranks 2, 3 are late in turn, ")
+
+
 def test_in_a_pipeline_the_stage_that_the_others_wait_for_is_named() -> None:
     """Rank r gets its input from r - 1: the last one waits for the third, which waits for the second."""
     links = {f"link {rank}": [[rank, rank + 1]] for rank in range(3)}

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+from msgspec.structs import replace
 from test_diagnosis import SimulatedRun, balanced
+
+from trainer.contract.record import Finding, RankState, Unheard
 
 TIMEOUT_S = 30.0
 
@@ -36,10 +39,19 @@ class RunWithSilence(SimulatedRun):
         (29, (), {0: 0.0, 1: 29.0}, []),
         (60, (0,), {0: 0.0, 1: 60.0}, []),
         (60, (), {0: 60.0, 1: 60.0}, []),
+        (31, (), {0: 0.0, 1: 30.0, 2: 28.5, 3: 27.5}, [1, 2]),
         (31, (), {0: 20.0, 1: 31.0}, []),
         (10, (), {0: 0.0, 1: 31.0}, []),
     ],
-    ids=["lost", "too early", "the others make steps", "no host answers", "the other is silent too", "just stopped"],
+    ids=[
+        "lost",
+        "too early",
+        "the others make steps",
+        "no host answers",
+        "two at once",
+        "the other is silent too",
+        "just stopped",
+    ],
 )
 def test_a_host_is_lost_where_it_is_silent_and_the_others_wait(
     seconds: int, steps_of: tuple[int, ...], silent_s: dict[int, float], lost: list[int]
@@ -47,6 +59,40 @@ def test_a_host_is_lost_where_it_is_silent_and_the_others_wait(
     run = RunWithSilence()
     run.pass_time(seconds, steps_of=steps_of)
     assert run.lost(silent_s) == lost
+
+
+@pytest.mark.parametrize(
+    ("stopped", "lost"),
+    [([(0, [])], []), ([(0, [2, 3])], [1]), ([(0, []), (1, [2, 3])], [1])],
+    ids=["they come", "they stopped", "one of two gets them"],
+)
+def test_a_silent_host_whose_heartbeats_come_to_the_others_is_not_lost(
+    stopped: list[tuple[int, list[int]]], lost: list[int]
+) -> None:
+    run = RunWithSilence()
+    for rank, ranks in stopped:
+        run.state.apply(Unheard(time=run.now, rank=rank, ranks=ranks))
+    run.pass_time(90)
+    assert run.lost({0: 0.0, 1: 90.0}) == lost
+    if not lost:  # ranks that were started again have not told yet
+        for rank in range(4):
+            run.state.apply(RankState(time=run.now, rank=rank, state="spawned", pid=1000 + rank))
+        assert run.lost({0: 0.0, 1: 90.0}) == [1]
+
+
+def test_hosts_that_answer_again_one_after_the_other_are_not_lost() -> None:
+    run = RunWithSilence()
+    silence = [
+        Finding(time=run.now, kind="host_silent", rank=rank, severity="warning", message="silent") for rank in (0, 2)
+    ]
+    run.state.apply_all(silence)
+    run.pass_time(41)
+    assert run.lost({0: 0.0, 1: 41.0}) == [], "the record of the first has not followed yet"
+    run.state.apply(replace(silence[0], time=run.now, state="cleared"))
+    run.pass_time(14)
+    assert run.lost({0: 0.0, 1: 55.0}) == []
+    run.pass_time(2)
+    assert run.lost({0: 0.0, 1: 57.0}) == [1]
 
 
 def test_steps_that_take_long_are_waited_for() -> None:

@@ -12,8 +12,9 @@ from trainer.contract.backends import is_nccl
 from trainer.distributed import flight_recorder
 from trainer.distributed.heartbeat import LOST_S, Heartbeat
 from trainer.distributed.network_probe import interface_setting
-from trainer.distributed.peer_failure import PEER_FAILURE_PREFIX
+from trainer.distributed.peer_failure import report_failure
 from trainer.distributed.rendezvous import RankMachine
+from trainer.distributed.store import RendezvousStore
 
 MACHINES = [RankMachine(host="one", ranks=[0, 1]), RankMachine(host="two", ranks=[2, 3])]
 
@@ -127,6 +128,7 @@ def test_a_group_whose_backend_records_nothing_gets_torchs_recorder(backend: str
     try:
         before = len(flight_recorder.last_collectives())  # of earlier groups of this process
         assert flight_recorder.attach(dist.group.WORLD) == attached
+        flight_recorder.attach_all()  # once is enough
         dist.all_reduce(torch.ones(3, 5))
         last = flight_recorder.last_collectives()
     finally:
@@ -143,10 +145,14 @@ def test_each_backend_is_bound_to_the_interface_by_its_own_variable(gloo: bool, 
 
 class HeartbeatClock:
     now_s = 0.0
+    step = 0
 
 
 def hearts(store: dist.Store) -> tuple[Heartbeat, Heartbeat]:
-    first, second = (Heartbeat(store, MACHINES, here, now=lambda: HeartbeatClock.now_s) for here in range(2))
+    first, second = (
+        Heartbeat(store, MACHINES, here, step=lambda: HeartbeatClock.step, now=lambda: HeartbeatClock.now_s)
+        for here in range(2)
+    )
     return first, second
 
 
@@ -155,11 +161,16 @@ def test_a_machine_without_heartbeats_is_lost_and_one_that_left_is_not() -> None
     first, second = hearts(dist.HashStore())
     for HeartbeatClock.now_s in (0.0, LOST_S, 2 * LOST_S):
         assert (second.exchange(), first.exchange()) == ("", "")
+    assert first.unheard() == []
+    HeartbeatClock.now_s += LOST_S
+    HeartbeatClock.step += 1
+    assert (first.exchange(), first.unheard()) == ("", [2, 3]), "a rank that makes steps has lost no machine"
     HeartbeatClock.now_s += LOST_S
     assert first.exchange() == f"no heartbeat from two (ranks 2, 3) for {LOST_S:g} s"
     second.leave()
     HeartbeatClock.now_s += LOST_S
     assert (first.exchange(), first.exchange()) == ("", "")
+    assert first.unheard() == []
 
 
 def test_a_reported_failure_reaches_the_others_with_the_next_heartbeat() -> None:
@@ -167,7 +178,7 @@ def test_a_reported_failure_reaches_the_others_with_the_next_heartbeat() -> None
     store = dist.HashStore()
     first, second = hearts(store)
     assert (second.exchange(), first.exchange()) == ("", "")
-    dist.PrefixStore(PEER_FAILURE_PREFIX, store).set("3", '"CUDA error: device-side assert"')
+    report_failure(RendezvousStore(store, "tcp://one:29600"), 3, "CUDA error: device-side assert")
     assert first.exchange() == "rank 3 on two failed: CUDA error: device-side assert"
 
 

@@ -44,6 +44,7 @@ RULES: list[tuple[str, dict[str, Any], str]] = [
         {"lr_scheduler": "cosine", "max_updates": 5, "warmup_updates": 5},
         r"train\.warmup_updates is .*the warm-up must be shorter",
     ),
+    ("docnn", {"class_weights": "even"}, r"class_weights is .*, but must be balanced, or numbers above 0"),
     ("train", {"ema_start": 5}, r"train\.ema_start needs train\.ema_decay"),
     (
         "train",
@@ -71,6 +72,13 @@ RULES: list[tuple[str, dict[str, Any], str]] = [
     ("cluster", {"min_ranks": 1, "launcher": "local"}, r"cluster\.min_ranks needs cluster\.launcher = \"ssh\", but"),
     ("train", {"required_batch_size_multiple": 2}, r"train\.required_batch_size_multiple cuts the batches"),
     ("train", {"batch_size": [1, 2], "max_tokens": 9}, r"train\.batch_size has \d+ values, but train\.max_tokens"),
+    ("train", {"global_batch_size": 9}, r"train\.global_batch_size is what train\.batch_size balanced divides"),
+    ("train", {"batch_size": "balanced"}, r"train\.batch_size is balanced, which needs train\.global_batch_size"),
+    (
+        "train",
+        {"batch_size": "balanced", "global_batch_size": 9, "max_tokens": 9},
+        r"train\.batch_size is balanced, so the ranks' shares change",
+    ),
     ("train", {"task": "mnist", "max_tokens": 9}, r"train\.max_tokens needs the tokens of each sample"),
     ("train", {"task": "mnist", "activation_checkpointing": True}, r"train\.activation_checkpointing needs modules"),
     ("task", {"heads": 3}, r"heads is \d+, but must divide dim"),
@@ -124,7 +132,7 @@ TEXTS = [
     "--rank", "x\n", "two\nlines", "a\0b", "é", "x" * 100, "x" * 101, "lm", "mnist", "docnn", "masked_lm", "bert",
     "own.py:Task", "Adam", "adam", "cosine", "CosineSchedule", "step", "bf16", "gloo", "slurm", "test", "glue",
     "no_header", "tiny", "/abs", "rel/x", "~", "~/x", "~x", "gpu1", "me@gpu1", "ssh://gpu1:22", "bad host",
-    "[fe80::1]", "GPU-", "INFO",
+    "[fe80::1]", "GPU-", "INFO", "balanced",
     "tcp://gpu1:29500", "tcp://gpu1:70000", "tcp://gpu1", "tcp://[::1]:1", "tcp://[zz]:1", "tcp://[1:2]:1", "env://",
     "env://x", "file:///shared/x", "file://x", "run.py", "mod",
 ]  # fmt: skip

@@ -17,6 +17,7 @@ from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.option_rules import require_consistent, require_end
 from trainer.contract.options import Training
 from trainer.contract.schema import to_flags
+from trainer.engine.sharded_model import repeated_block
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
 
@@ -54,6 +55,37 @@ CONTRADICTIONS: dict[str, Values] = {
         "total_num_update": 5,
         "warmup_updates": 9,
     },
+    "--ddp-comm-hook is of DDP, and --strategy fsdp has none: leave one of them out": {
+        "strategy": "fsdp",
+        "ddp_comm_hook": "powersgd",
+    },
+    "--find-unused-parameters is of DDP, and --strategy fsdp": {"strategy": "fsdp", "find_unused_parameters": True},
+    "--static-graph is of DDP, and --strategy fsdp has none": {"strategy": "fsdp", "static_graph": True},
+    "--broadcast-buffers is of DDP, and --strategy fsdp has none": {"strategy": "fsdp", "broadcast_buffers": True},
+    "--bucket-cap-mb is of DDP, and --strategy fsdp has none": {"strategy": "fsdp", "bucket_cap_mb": 5.0},
+    "--gradient-as-bucket-view is of DDP, and --strategy fsdp": {"strategy": "fsdp", "gradient_as_bucket_view": False},
+    "--compile is not possible with --strategy fsdp: leave": {"strategy": "fsdp", "compile": "on"},
+    "--optimizer muon needs whole matrices, which --strategy fsdp divides": {"strategy": "fsdp", "optimizer": "muon"},
+    "--batch-size is balanced, which needs --global-batch-size, the samples of all ranks together": {
+        "batch_size": "balanced",
+    },
+    "--global-batch-size is what --batch-size balanced divides among the ranks, and that is 16,48: make it": {
+        "batch_size": (16, 48),
+        "global_batch_size": 64,
+    },
+    "--global-batch-size is what --batch-size balanced divides among the ranks, and that is not given: make": {
+        "global_batch_size": 64,
+    },
+    "--batch-size is balanced, so the ranks' shares change, but --fix-batches-to-gpus gives each rank the same": {
+        "batch_size": "balanced",
+        "global_batch_size": 64,
+        "fix_batches_to_gpus": True,
+    },
+    "--batch-size is balanced, so the ranks' shares change, but --max-tokens makes batches of its own: leave": {
+        "batch_size": "balanced",
+        "global_batch_size": 64,
+        "max_tokens": 8,
+    },
     "--ema-start needs --ema-decay, the decay of the average that begins there": {"ema_start": 5},
     "--lr-scheduler is wsd, which needs --decay-updates, the optimizer steps of its decay": {"lr_scheduler": "wsd"},
     "--decay-updates is of --lr-scheduler wsd, and that is fixed: leave one of them out": {"decay_updates": 3},
@@ -75,6 +107,10 @@ CONTRADICTIONS: dict[str, Values] = {
     "--activation-checkpointing needs modules whose activations may be computed again, and mnist names none": {
         "task": "mnist",
         "activation_checkpointing": True,
+    },
+    "--strategy fsdp divides a model by its repeated block, and that of mnist has none: take ddp": {
+        "task": "mnist",
+        "strategy": "fsdp",
     },
     "--eval-split is test, but the task has no such split; it has valid": {"eval_only": "a.pt", "eval_split": "test"},
 }
@@ -219,6 +255,8 @@ def test_what_the_options_say_of_a_built_in_task_is_true_of_it(name: str, change
     schema, task = options_schema(name), load_task(name)
     assert schema is not None
     options = schema(**{**write_data(tmp_path, name), **changed})
-    assert set(options.splits) == set(task(options).datasets())
+    built = task(options)
+    assert set(options.splits) == set(built.datasets())
+    assert options.has_repeated_block == bool(repeated_block(built.model()))
     assert options.has_sizes == (task.sizes is not Task.sizes)
     assert options.has_checkpointed_modules == (task.checkpointed_modules is not Task.checkpointed_modules)

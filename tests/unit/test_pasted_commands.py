@@ -222,6 +222,8 @@ TRANSLATED: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
     ),
     ("srun -n 8 -N 2 --exclusive -w n[1-2] python -u train.py", [{"gpus": 4}],
      {"slurm": {"nodes": 2, "extra": ["--exclusive", "--nodelist=n[1-2]"]}, "train": {"script": "train.py"}}),
+    ("srun -n 4 -N 2 --ntasks-per-node=4 python train.py", [{"gpus": 2}],
+     {"slurm": {"nodes": 2}, "train": {"script": "train.py"}}),
     ("srun python train.py", [{"gpus": 1}], {"slurm": {"nodes": 1}, "train": {"script": "train.py"}}),
     (
         "srun -N 2 --export=ALL,NCCL_DEBUG=INFO accelerate launch --cpu --num_machines 2 --num_processes 4 "
@@ -296,6 +298,10 @@ REFUSED = [
     ("docker run --gpus all image torchrun train.py", "starts a container: give init the command behind it"),
     ("srun --container-image=nvcr.io#x python train.py", "--container-image starts the command in a container"),
     ("srun -N 2 torchrun --nproc-per-node 4 train.py", "on 2 nodes, but its own flags say 1: give both the same"),
+    ("srun -n 8 --ntasks-per-node=3 python train.py", "--ntasks is 8, but must be a multiple of the 3 nodes"),
+    ("srun --time $LIMIT python train.py", r"has '\$LIMIT', whose value only your shell knows"),
+    ("srun --exclude=$BAD python train.py", r"has '\$BAD', whose value only your shell knows"),
+    ("srun -D $HOME/x python train.py", r"has '\$HOME', whose value only your shell knows"),
     ("srun -n 3 -N 2 python train.py", "--ntasks is 3, but must be a multiple of the 2 nodes"),
     ("tune run --nproc_per_node 2 lora_finetune_distributed --config llama", "copy it with `tune cp RECIPE FILE.py`"),
     ("cd examples && torchrun train.py", "'cd examples' cannot be part of a recipe: go to that folder"),
@@ -369,7 +375,6 @@ def test_what_no_recipe_can_say_is_refused_with_what_to_do_instead(text: str, me
         ("torchrun train.py --files data/*.bin", "data/*.bin stays as it is"),
         ("python spawn.py", "spawn.py starts its ranks itself (torch.multiprocessing)"),
         ("python main.py --multiprocessing-distributed", "starts its ranks itself (--multiprocessing-distributed)"),
-        ("srun -N 2 python train.py", "SLURM_PROCID does not tell its rank"),
         ("srun -N 2 python train.py", "put the job's nodes, partition and time into [slurm]"),
         ("srun -N 2 --gpus-per-node=8 python train.py", "asks for 8 GPUs on each node, but the recipe has 1 there"),
         ("srun --label --mpi=none python train.py", "srun --label, --mpi: not needed"),

@@ -430,3 +430,35 @@ def test_a_run_on_slurm_without_sbatch_is_an_error(monkeypatch: pytest.MonkeyPat
     assert (result.status, result.key) == ("error", "cluster.launcher")
     assert result.where.endswith(": cluster.launcher")
     assert "there is no sbatch on this machine" in result.line
+
+
+# --- models of GPUs --------------------------------------------------------------------------------------------------
+
+MIXED = machine(
+    gpu(0, name="NVIDIA A100", capability=(8, 0), memory_total_bytes=80 * GIB),
+    gpu(1, name="NVIDIA T4", capability=(7, 5), memory_total_bytes=15 * GIB),
+)
+
+
+def results_of(check: str, train: str) -> list[CheckResult]:
+    facts = PreflightFacts(inventories={"localhost": MIXED})
+    return [each for each in check_results(facts, recipe("gpus = 2", train=train)) if each.check == check]
+
+
+def test_bf16_on_a_gpu_that_lacks_it_is_refused_with_what_to_do() -> None:
+    (found,) = results_of("precision", f'{TRAIN}\nprecision = "bf16"')
+    assert (found.status, found.key) == ("error", "train.precision")
+    assert found.text == (
+        "precision is bf16, which GPU 1 (NVIDIA T4, compute capability 7.5) cannot compute: that needs 8.0; "
+        'train.precision = "fp16" is fast on all, or leave it out of cluster.nodes[0].gpus'
+    )
+    assert not results_of("precision", f'{TRAIN}\nprecision = "fp16"')
+
+
+def test_several_models_of_gpus_are_named_with_how_many_there_are() -> None:
+    (found,) = results_of("GPU models", TRAIN)
+    models = "1 x NVIDIA A100 of 80 GiB, 1 x NVIDIA T4 of 15 GiB"
+    helps = 'a step takes as long as the slowest needs; train.batch_size = "balanced" helps'
+    assert (found.status, found.what) == ("note", f"{models}: {helps}")
+    (found,) = results_of("GPU models", f'{TRAIN}\nbatch_size = "balanced"\nglobal_batch_size = 64')
+    assert found.what == models

@@ -531,6 +531,7 @@ REPORT = '[train]\nscript = "a.py"\n[report]\n'
         ("tensorboard = false", ReportOptions()),
         ('tensorboard = "runs"\nwandb = "mnist"', ReportOptions(tensorboard="runs", wandb="mnist")),
         ('on_end = "echo $GPUTRAIN_RUN_STATUS"', ReportOptions(on_end="echo $GPUTRAIN_RUN_STATUS")),
+        ('on_finding = "cat"', ReportOptions(on_finding="cat")),
     ],
 )
 def test_a_recipe_sets_the_live_sinks(keys: str, report: ReportOptions) -> None:

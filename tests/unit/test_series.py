@@ -10,7 +10,8 @@ import pytest
 import gputrain_tui.history.series
 from gputrain_tui.history.pyramid import POINTS_PER_LEVEL, Band, BandPyramid
 from gputrain_tui.history.series import Series, Window, smooth, smooth_window
-from trainer.contract.record import Step
+from gputrain_tui.state import RunState
+from trainer.contract.record import CollectiveGroup, Step
 
 
 def step(rank: int, number: int, *, time: float | None = None, steps: int = 1, **values: Any) -> Step:
@@ -255,6 +256,16 @@ def test_lateness_is_the_longest_wait_less_the_ranks_own() -> None:
     for rank, wait in enumerate((30.0, 5.0, 28.0)):
         series.apply(step(rank, 1, sync_exposed_ms=wait))
     assert [series.window("late_ms", 1, rank=rank).median for rank in range(3)] == [[0], [25], [2]]
+
+
+def test_lateness_is_that_among_ranks_that_wait_for_each_other() -> None:
+    state = RunState(world_size=4)
+    series = Series(4, state.synchronised)
+    for rank, ranks in enumerate([[0, 1], [0, 1], [2, 3], [2, 3]]):
+        state.apply(CollectiveGroup(time=1.0, rank=rank, name="pair", ranks=ranks, backend="gloo"))
+    for rank, sync in enumerate([30.0, 5.0, 300.0, 298.0]):
+        series.apply(step(rank, 1, sync_exposed_ms=sync))
+    assert [series.window("late_ms", 1, rank=rank).median for rank in range(4)] == [[0], [25], [0], [2]]
 
 
 def test_smoothing_keeps_a_constant_and_its_gaps() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import run_dirs
 import torch
+from examples import examples
 from hypothesis import given, settings, strategies as st
 
 from gputrain_tui.history.run_folders import Run
@@ -100,7 +101,7 @@ def opened(path: Path, run: str) -> tuple[str, int]:
 SAVES = st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=4)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(25, 300), deadline=None, derandomize=True)
 @given(
     begins=st.lists(
         st.tuples(st.sampled_from(["new", "again", "continue"]), st.integers(0, 9), st.booleans(), SAVES), max_size=7

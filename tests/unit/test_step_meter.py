@@ -593,11 +593,30 @@ def test_numbers_are_fetched_from_a_device_without_a_host_wait() -> None:
     assert [numbers() for numbers in fetched] == [[1.5, None, 2.5, 0.5], [2.5, None, 2.5, 0.5]]
 
 
-def test_marks_lie_on_the_models_device_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    queried: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "current_stream", queried.append)
-    CudaClock(torch.device("cuda", 1), FakeDevice().event).mark()
-    assert queried == [torch.device("cuda", 1)]
+@pytest.mark.parametrize("has_handles", [True, False], ids=["handles", "an old torch"])
+def test_marks_lie_on_the_current_stream_of_the_models_device(
+    monkeypatch: pytest.MonkeyPatch, *, has_handles: bool
+) -> None:
+    device = torch.device("cuda", 1)
+    current = ["first"]
+    recorded: list[object] = []
+
+    class Recorded(FakeCudaEvent):
+        def record(self, stream: object) -> None:
+            recorded.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda where: (where, current[0]))
+    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
+    if has_handles:
+        handles = {(1, "first"): 7, (1, "second"): 8}
+        monkeypatch.setattr(
+            torch._C, "_cuda_getCurrentRawStream", lambda index: handles[index, current[0]], raising=False
+        )
+    clock = CudaClock(device, lambda: Recorded(FakeDevice()))
+    for name in ("first", "first", "second", "first"):
+        current[0] = name
+        clock.mark()
+    assert recorded == [(device, name) for name in ("first", "first", "second", "first")]
 
 
 def test_a_device_that_failed_ends_the_measuring_and_not_the_record(

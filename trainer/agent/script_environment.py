@@ -69,6 +69,7 @@ def launcher_environment(
     """
     host, port = address
     rank, world = str(assignment.rank), str(assignment.world_size)
+    nodes = _node_count(assignment, environ)
     # Ranks that meet in the store of torchrun's agent keep its variables: rank 0 must not serve another store.
     in_agents_store = assignment.init_method is not None and scheme_of(assignment.init_method) == "env"
     kept = TORCHRUN_STORE_VARIABLES if in_agents_store else ()
@@ -78,7 +79,7 @@ def launcher_environment(
         "LOCAL_RANK": str(assignment.local_rank),
         "LOCAL_WORLD_SIZE": str(assignment.local_world_size),
         "GROUP_RANK": str(assignment.node),
-        GROUP_WORLD_SIZE: _node_count(assignment, environ),
+        GROUP_WORLD_SIZE: nodes,
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world,
         "ROLE_NAME": "default",
@@ -98,7 +99,9 @@ def launcher_environment(
     }
     if starts_ranks:
         settings |= dict.fromkeys(RANK_VARIABLES)
-        settings |= {"NODE_RANK": str(assignment.node), "NNODES": _node_count(assignment, environ)}
+        settings |= {"NODE_RANK": str(assignment.node), "NNODES": nodes}
+    if nodes is not None:  # else it is typed by hand in a step of all nodes
+        settings |= _slurm_task(assignment, nodes, environ, starts_ranks=starts_ranks)
     if ASIDE in environ:
         settings |= {"PYTHONPATH": environ[ASIDE], ASIDE: None}
     if assignment.device_id is None:
@@ -110,6 +113,35 @@ def launcher_environment(
         # Otherwise gloo uses the address to which the machine's name resolves, which need not be reachable.
         settings["GLOO_SOCKET_IFNAME"] = "lo"
     return settings
+
+
+def _slurm_task(
+    assignment: RankAssignment, nodes: str, environ: Mapping[str, str], *, starts_ranks: bool
+) -> dict[str, str | None]:
+    """Return the variables of a Slurm step, as far as there are any, by which scripts find their rank, too.
+
+    They are those of one step on all nodes with a task for each rank, or for each node whose script starts the ranks;
+    of its own steps each has one node, so that every node would be the first.
+    """
+    node, local, world = str(assignment.node), assignment.local_world_size, assignment.world_size
+    even = world % local == 0 and assignment.rank // local == assignment.node
+    rank, local_rank, tasks = str(assignment.rank), str(assignment.local_rank), str(world)
+    per_node = str(local) if even else None
+    if starts_ranks:
+        rank, local_rank, tasks, per_node = node, "0", nodes, "1"
+    per_nodes = f"{per_node}(x{nodes})" if per_node is not None and nodes != "1" else per_node
+    step: dict[str, str | None] = {
+        "SLURM_PROCID": rank,
+        "SLURM_LOCALID": local_rank,
+        "SLURM_NODEID": node,
+        **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), tasks),
+        **dict.fromkeys(("SLURM_NNODES", "SLURM_STEP_NUM_NODES"), nodes),
+        "SLURM_NTASKS_PER_NODE": per_node,
+        **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), per_nodes),
+    }
+    if environ.get("SLURM_STEP_NUM_NODES") != nodes:
+        step["SLURM_STEP_NODELIST"] = None  # of the others' steps it is not known; the job's list has all nodes
+    return {name: value for name, value in step.items() if name in environ}
 
 
 def _node_count(assignment: RankAssignment, environ: Mapping[str, str]) -> str | None:

@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -54,6 +54,7 @@ class StartedRanks:
         processes: int,
         writer: EventWriter,
         pids: MutableMapping[int, int],
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Listen at a socket.
 
@@ -63,7 +64,9 @@ class StartedRanks:
             processes: number of processes of the script that the node agent starts.
             writer: writer of the node's events.
             pids: rank to process id, of running ranks; changed by this class.
+            now: seconds of a monotonic clock.
         """
+        self._now = now
         self.address = folder / "ranks"
         self.ranks: dict[int, WorkerProcess] = {}
         self._planned = planned
@@ -245,7 +248,7 @@ class StartedRanks:
     def fail(self, rank: WorkerProcess, report: RankReport) -> None:
         """Take a rank's report of its failure: the script decides whether it goes on without it."""
         if report.failure is not None:
-            self._failures[rank.assignment.rank] = report.time_ns, report.failure, time.monotonic()
+            self._failures[rank.assignment.rank] = report.time_ns, report.failure, self._now()
 
     def end(self, rank: WorkerProcess) -> None:
         """Note that the process of a rank has ended, after its last report."""
@@ -260,7 +263,7 @@ class StartedRanks:
 
     def lasting_failures(self) -> list[tuple[int, Failure]]:
         """Return the failures of ranks that no other process has replaced in time, with their times in ns."""
-        now = time.monotonic()
+        now = self._now()
         return [(ns, failure) for ns, failure, since in self._failures.values() if now > since + REPLACED_S]
 
     def causes(self, failure: Failure | None = None, lost_pid: int | None = None) -> list[tuple[int, Failure]]:

@@ -16,6 +16,7 @@ from trainer.checkpoint.reader import (
 )
 from trainer.checkpoint.state import (
     ENTRIES as ENTRIES,
+    GatheredTensors as GatheredTensors,
     HostTensors as HostTensors,
     capture_rng as capture_rng,
     copy_to_cpu as copy_to_cpu,

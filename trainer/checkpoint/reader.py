@@ -14,19 +14,19 @@ from trainer.contract.errors import CheckpointError, RequestError
 from trainer.contract.record.checkpoints import checkpoints_in
 
 
-def load(path: Path | str) -> dict[str, Any]:
-    """Return the state of a checkpoint, its tensors on the CPU.
+def load(path: Path | str, *, mapped: bool = False) -> dict[str, Any]:
+    """Return the state of a checkpoint, its tensors on the CPU, or ``mapped`` from the file, where they take no memory.
 
     Raises:
         CheckpointError: the file is missing, torn, altered or not a checkpoint of this package.
     """
-    state = load_plain(path, checked=True)
+    state = load_plain(path, checked=True, mapped=mapped)
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a training's state")
     return state
 
 
-def load_plain(path: Path | str, *, checked: bool = False) -> Any:
+def load_plain(path: Path | str, *, checked: bool = False, mapped: bool = False) -> Any:
     """Return the content of a file of ``torch.save``, its tensors on the CPU."""
     path = Path(path)
     try:
@@ -35,7 +35,7 @@ def load_plain(path: Path | str, *, checked: bool = False) -> Any:
         with path.open("rb") as file:
             if checked:
                 files.check(path, file)
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except CheckpointError:
         raise
     except OSError as error:
@@ -64,14 +64,14 @@ def _reason(error: Exception) -> str:
 
 
 def good_ones(
-    folder: Path | str, *, run: str = "", on_skipped: Callable[[str], None]
+    folder: Path | str, *, run: str = "", mapped: bool = False, on_skipped: Callable[[str], None]
 ) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield the intact checkpoints of a folder with their states, newest first."""
     for path in in_order(Path(folder), on_skipped):
         if run and owner_of(path) not in ("", run):
             continue
         try:
-            state = load(path)
+            state = load(path, mapped=mapped)
         except CheckpointError as error:
             on_skipped(f"skipped: {error}")
             continue
@@ -84,7 +84,9 @@ def run_of(path: Path, state: Mapping[str, Any]) -> str:
     return owner_of(path) or str(state.get("run") or "")
 
 
-def open_checkpoint(path: Path, *, flag: str, run: str = "") -> tuple[Path, dict[str, Any], list[str]]:
+def open_checkpoint(
+    path: Path, *, flag: str, run: str = "", mapped: bool = False
+) -> tuple[Path, dict[str, Any], list[str]]:
     """Load a checkpoint file, or the newest intact one of a folder; return path, state and a line per skipped file.
 
     Raises:
@@ -92,12 +94,12 @@ def open_checkpoint(path: Path, *, flag: str, run: str = "") -> tuple[Path, dict
         CheckpointError: the file cannot be loaded.
     """
     if not path.is_dir():
-        state = load(path)
+        state = load(path, mapped=mapped)
         if run and (found_run := run_of(path, state)) not in ("", run):
             raise RequestError(f"{flag} {path}: it is a checkpoint of {found_run}, not of {run}")
         return path, state, []
     passed_over: list[str] = []
-    newest = next(good_ones(path, run=run, on_skipped=passed_over.append), None)
+    newest = next(good_ones(path, run=run, mapped=mapped, on_skipped=passed_over.append), None)
     if newest is not None:
         return *newest, passed_over
     if not passed_over:

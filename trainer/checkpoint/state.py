@@ -63,6 +63,13 @@ class HostTensors:
         self._copied.synchronize()
 
 
+class GatheredTensors(HostTensors):
+    """Tensors that were copied for the checkpoint alone, when they were gathered from all ranks."""
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+
 def copy_to_cpu(state: Any, tensors: HostTensors | None = None) -> Any:
     """Return the state with every tensor copied to the CPU and containers as plain lists, tuples and dicts.
 

@@ -77,7 +77,7 @@ def _placeholder(option: Option) -> str:
         return "{" + ",".join(str(choice) for choice in option.choices) + "}"
     kind = option.item_kind if option.kind == "list" else option.kind
     word = {"int": "N", "float": "X", "str": "TEXT"}.get(kind or "", "VALUE")
-    return f"{word}[,{word}...]" if option.kind == "list" else word
+    return "|".join([f"{word}[,{word}...]" if option.kind == "list" else word, *option.words])
 
 
 def _default(option: Option) -> str:

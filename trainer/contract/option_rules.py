@@ -7,11 +7,12 @@ command line, ``train.lr_scheduler`` in a recipe.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Script, Training
+from trainer.contract.schema import text_of
 from trainer.contract.task_options import BuiltInOptions
 
 Named = Callable[[str], str]
@@ -21,6 +22,17 @@ FALLING = ("polynomial_decay", "cosine", "wsd")
 """Schedules that fall to ``end_learning_rate`` at a certain step."""
 RESETS = ("reset_optimizer", "reset_dataloader", "reset_meters")
 """Options that leave out a part of the checkpoint on resuming."""
+
+
+DDP_ONLY = (
+    "ddp_comm_hook",
+    "find_unused_parameters",
+    "static_graph",
+    "broadcast_buffers",
+    "bucket_cap_mb",
+    "gradient_as_bucket_view",
+)
+"""Options of DDP, which does not take part in a sharded training."""
 
 
 def flag_of(name: str) -> str:
@@ -73,12 +85,30 @@ def require_end(options: Training, task_options: Any = None, *, where: Named = f
         raise RequestError(f"{where(key)} {conflict}")
 
 
-def require_batch_sizes(batch_size: Sequence[int] | None, world_size: int, *, where: Named = flag_of) -> None:
-    """Require one batch size for all ranks, or one per rank."""
-    count = len(batch_size or ())
+def require_batch_sizes(options: Training, world_size: int, *, where: Named = flag_of) -> None:
+    """Require one batch size for all ranks, or one per rank; of those that are balanced at least one sample each."""
+    sizes = options.batch_size
+    ranks = "is 1 rank" if world_size == 1 else f"are {world_size} ranks"
+    if sizes == "balanced":
+        if options.global_batch_size < world_size:
+            raise RequestError(
+                f"{where('global_batch_size')} is {options.global_batch_size}, but there {ranks}, each with at least "
+                f"1 sample: give {world_size} or more"
+            )
+        return
+    count = len(sizes or ())
     if count not in (0, 1, world_size):
-        ranks = "is 1 rank" if world_size == 1 else f"are {world_size} ranks"
         raise RequestError(f"{where('batch_size')} has {count} values, but there {ranks}; give one, or one per rank")
+
+
+def require_ranks(options: Training, world_size: int, *, where: Named = flag_of) -> None:
+    """Require batch sizes that fit the ranks, and several ranks for a model that is divided among them."""
+    require_batch_sizes(options, world_size, where=where)
+    if options.strategy == "fsdp" and world_size == 1 and not options.eval_only:
+        raise RequestError(
+            f"{where('strategy')} is fsdp, which divides a model among several ranks, and there is 1 rank: take more, "
+            "or ddp"
+        )
 
 
 def ends_without_validation(options: Training) -> bool:
@@ -115,22 +145,18 @@ def _conflicts(options: Training, task: BuiltInOptions | None, named: Named) -> 
         if options.finetune_partial and not options.finetune_from:
             yield ("finetune_partial", f"needs {named('finetune_from')}, the file with the weights")
         yield from _of_optimizer(options, named)
+    if options.strategy == "fsdp":
+        yield from _of_sharding(options, task, named)
     if options.checkpoint_run and not (options.resume or options.eval_only):
         yield (
             "checkpoint_run",
             f"needs {named('resume')} or {named('eval_only')}, the folder with that run's checkpoints",
         )
-    sizes = options.batch_size or ()
+    yield from _of_batch_size(options, named)
     if options.required_batch_size_multiple > 1 and not options.max_tokens:
         yield (
             "required_batch_size_multiple",
             f"cuts the batches of {named('max_tokens')}: give that too, or leave it out",
-        )
-    if options.max_tokens and len(sizes) > 1:
-        yield (
-            "batch_size",
-            f"has {len(sizes)} values, but {named('max_tokens')} makes batches that any rank may get: give one, "
-            "the most samples of a batch",
         )
     if task is None:
         return
@@ -141,6 +167,58 @@ def _conflicts(options: Training, task: BuiltInOptions | None, named: Named) -> 
             "activation_checkpointing",
             f"needs modules whose activations may be computed again, and {options.task} names none",
         )
+
+
+def _of_sharding(options: Training, task: BuiltInOptions | None, named: Named) -> Iterator[tuple[str, str]]:
+    defaults = Training()
+    for name in DDP_ONLY:
+        if getattr(options, name) != getattr(defaults, name):
+            yield (name, f"is of DDP, and {named('strategy')} fsdp has none: leave one of them out")
+    if options.compile != "off":
+        yield ("compile", f"is not possible with {named('strategy')} fsdp: leave one of them out")
+    if options.batch_size == "balanced":
+        yield ("batch_size", f"is balanced, which {named('strategy')} fsdp does not know: leave one of them out")
+    if options.optimizer == "muon":
+        yield (
+            "optimizer",
+            f"muon needs whole matrices, which {named('strategy')} fsdp divides among the ranks: take adamw",
+        )
+    if task is not None and not task.has_repeated_block:
+        yield (
+            "strategy",
+            f"fsdp divides a model by its repeated block, and that of {options.task} has none: take ddp",
+        )
+
+
+def _of_batch_size(options: Training, named: Named) -> Iterator[tuple[str, str]]:
+    sizes = options.batch_size
+    if sizes != "balanced":
+        if options.shares_from:
+            yield ("shares_from", f"repeats the shares of {named('batch_size')} balanced: give that, or leave it out")
+        if options.global_batch_size:
+            yield (
+                "global_batch_size",
+                f"is what {named('batch_size')} balanced divides among the ranks, and that is "
+                f"{'not given' if sizes is None else text_of(sizes)}: make it balanced, or leave one of them out",
+            )
+        if options.max_tokens and len(sizes or ()) > 1:
+            yield (
+                "batch_size",
+                f"has {len(sizes or ())} values, but {named('max_tokens')} makes batches that any rank may get: give "
+                "one, the most samples of a batch",
+            )
+        return
+    if not options.global_batch_size:
+        yield (
+            "batch_size",
+            f"is balanced, which needs {named('global_batch_size')}, the samples of all ranks together in a micro-step",
+        )
+    for name, reason in (
+        ("max_tokens", "makes batches of its own"),
+        ("fix_batches_to_gpus", "gives each rank the same batches in every epoch"),
+    ):
+        if getattr(options, name):
+            yield ("batch_size", f"is balanced, so the ranks' shares change, but {named(name)} {reason}: leave one out")
 
 
 def _of_optimizer(options: Training, named: Named) -> Iterator[tuple[str, str]]:

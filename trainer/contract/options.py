@@ -15,6 +15,9 @@ from msgspec import Meta
 from trainer.contract.fairseq_flags import OPTIMIZER_CLASSES, SCHEDULE_CLASSES
 from trainer.contract.schema import Positive, Positives, option_meta
 
+BatchSize = Positives | Literal["balanced"] | None
+"""Samples per rank and micro-step: one value for all, or one per rank; None: the default."""
+
 _launch = partial(option_meta, "")
 _data, _duration, _optimizer = (partial(option_meta, group) for group in ("Data", "Duration", "Optimizer"))
 _schedule, _validation, _numerics = (partial(option_meta, group) for group in ("Schedule", "Validation", "Numerics"))
@@ -99,11 +102,21 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     task: Annotated[str, _launch("lm, docnn, mnist, masked_lm, or your own as module:Class or path.py:Class")] = ""
 
     batch_size: Annotated[
-        Positives | None,
+        BatchSize,
         _data(
-            "samples per rank and micro-step; a list gives one value per rank; default: 32, and with "
-            "max_tokens as many as fit",
+            "samples per rank and micro-step; a list gives one value per rank; balanced: each rank gets the share of "
+            "global_batch_size that it can carry; default: 32, and with max_tokens as many as fit",
             aliases=["--max-sentences"],
+        ),
+    ] = None
+    global_batch_size: Annotated[
+        int, _data("batch_size balanced: samples per micro-step of all ranks together; 0: none", ge=0)
+    ] = 0
+    shares_from: Annotated[
+        str | None,
+        _data(
+            "batch_size balanced: change the shares as the run in this run directory did, and measure nothing, so that "
+            "its training repeats bit for bit"
         ),
     ] = None
     max_tokens: Annotated[
@@ -304,6 +317,13 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         int, _numerics("CPU threads per rank; 0: cores of the node divided by its ranks", ge=0, per_rank=True)
     ] = 0
 
+    strategy: Annotated[
+        Literal["ddp", "fsdp"],
+        _sync(
+            "ddp: the whole model on every rank; fsdp: parameters, gradients and optimizer state divided among the "
+            "ranks, for a model that does not fit"
+        ),
+    ] = "ddp"
     bucket_cap_mb: Annotated[float, _sync("size of a gradient bucket, MiB", gt=0)] = 25.0
     find_unused_parameters: Annotated[bool, _sync("search for parameters that a step does not use")] = False
     gradient_as_bucket_view: Annotated[bool, _sync("gradients share memory with the buckets")] = True

@@ -64,8 +64,11 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     """Flags without a value, complete with their dashes, and the value that each stands for; also the option's own."""
     per_rank: bool = False
     """Whether ranks of one training may have different values: paths, and options of speed such as threads."""
-    or_kind: Literal["", "int", "bool"] = ""
-    """Type that a text option accepts besides text and converts to it: a column has a name or a number."""
+    or_kind: Literal["", "int", "bool", "list"] = ""
+    """Type that a text option accepts besides text and converts to it: a column has a name or a number, and weights are
+    a word or a list of numbers."""
+    words: tuple[str, ...] = ()
+    """Texts that an option of another kind accepts as they are, such as ``balanced``."""
 
     @property
     def flag(self) -> str:
@@ -77,7 +80,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
             return "one of " + ", ".join(map(str, self.choices))
         one = {"bool": "true or false", "int": "an integer", "float": "a number", "str": "text"}
         if self.or_kind:
-            one["str"] = f"text or {one[self.or_kind]}"
+            one["str"] = f"text or {one.get(self.or_kind, 'a list of numbers')}"
         many = {"int": "integers", "float": "numbers", "str": "texts"}
         text = one[self.kind] if self.kind != "list" else f"{self._how_many} {many.get(self.item_kind or '', 'values')}"
         bounds = []
@@ -85,7 +88,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
             bounds.append(f"{'>' if self.exclusive_minimum else '>='} {self.minimum}")
         if self.maximum is not None:
             bounds.append(f"{'<' if self.exclusive_maximum else '<='} {self.maximum}")
-        return " ".join([text, " and ".join(bounds)]).rstrip()
+        return ", or ".join([" ".join([text, " and ".join(bounds)]).rstrip(), *self.words])
 
     @property
     def _how_many(self) -> str:
@@ -132,8 +135,16 @@ def _without_metadata(node: mi.Type) -> Any:
 def _option(field: mi.Field, meta: Meta) -> Option:
     node = _without_metadata(field.type)
     optional = isinstance(node, mi.UnionType) and any(isinstance(member, mi.NoneType) for member in node.types)
+    words: tuple[Any, ...] = ()
     if isinstance(node, mi.UnionType):
-        node = _without_metadata(next(member for member in node.types if not isinstance(member, mi.NoneType)))
+        members = [_without_metadata(member) for member in node.types if not isinstance(member, mi.NoneType)]
+        node = next((member for member in members if not isinstance(member, mi.LiteralType)), members[0])
+        words = tuple(
+            word
+            for member in members
+            if member is not node and isinstance(member, mi.LiteralType)
+            for word in member.values
+        )
     item = _without_metadata(node.item_type) if isinstance(node, mi.ListType | mi.VarTupleType) else None
     low, above, high, below = (getattr(item or node, name, None) for name in ("ge", "gt", "le", "lt"))
     default = field.default
@@ -162,6 +173,7 @@ def _option(field: mi.Field, meta: Meta) -> Option:
         switches=dict(extra.get("switches", {})),
         per_rank=bool(extra.get("per_rank")),
         or_kind=extra.get("or_kind", ""),
+        words=words,
     )
 
 
@@ -237,7 +249,12 @@ def check_value(option: Option, value: Any, *, where: str) -> Any:
     """Return an untyped value as an option has it, a list as a tuple."""
     if option.optional and (value is None or (value == NONE and option.default is not None)):
         return None
-    given = str(value).lower() if option.or_kind and type(value).__name__ == option.or_kind else value
+    if isinstance(value, str) and value in option.words:
+        return value
+    if option.or_kind == "list" and isinstance(value, list | tuple):
+        given: Any = ", ".join(map(text_of, value))
+    else:
+        given = str(value).lower() if option.or_kind and type(value).__name__ == option.or_kind else value
     if isinstance(given, str):
         given = option.spellings.get(given, given)
     kind = option.item_kind or "str" if option.kind == "list" else option.kind
@@ -263,7 +280,7 @@ def _is_allowed(option: Option, kind: str, value: Any) -> bool:
 
 
 def _refused(option: Option, value: Any, where: str) -> RequestError:
-    guess = nearest(value, map(str, option.choices)) if isinstance(value, str) else ""
+    guess = nearest(value, map(str, option.choices or option.words)) if isinstance(value, str) else ""
     if option.kind == "str" and not (option.choices or option.or_kind) and isinstance(value, bool | int | float):
         guess = f': write "{text_of(value).lower()}" with its quotes'
     return RequestError(f"{where} is {quoted(value)}, but must be {option.allowed}{guess}")
@@ -272,7 +289,8 @@ def _refused(option: Option, value: Any, where: str) -> RequestError:
 def _is_quoted(option: Option, value: Any) -> bool:
     """Whether a value of a file has quotes where the option is a number or a truth value."""
     items = value if isinstance(value, list | tuple) else [value]
-    return (option.item_kind or option.kind) != "str" and any(isinstance(item, str) for item in items)
+    is_word = isinstance(value, str) and value in option.words
+    return (option.item_kind or option.kind) != "str" and not is_word and any(isinstance(item, str) for item in items)
 
 
 def _items(value: Any, kind: str) -> Sequence[Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import glob
+import importlib.util
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.contract.errors import RequestError, nearest
+from trainer.contract.errors import MachineNotReadyError, RequestError, nearest
 from trainer.contract.home_folder import expand_home
 
 STDLIB = "stdlib"
@@ -23,6 +24,17 @@ def refuse_unreadable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RequestError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def require_package(name: str, *, needed_by: str, install: str) -> None:
+    """Raise MachineNotReadyError if a package is not installed here; ``install`` is what ``pip install`` gets."""
+    if importlib.util.find_spec(name) is None:
+        raise MachineNotReadyError(f"{needed_by} needs the package {name}: pip install {install}")
+
+
+def require_tokenizers(needed_by: str) -> None:
+    """Raise MachineNotReadyError if the package ``tokenizers`` is not installed here."""
+    require_package("tokenizers", needed_by=needed_by, install="'gputrain[tokenizers]'")
 
 
 def require_file(name: str) -> Path:

@@ -6,19 +6,23 @@ Relative paths start at the working directory; ``~`` is the home folder. No name
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from trainer.contract.errors import RequestError, quoted
+from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.schema import Positives, option_meta
-from trainer.contract.task_files import idx_file, require_file, text_files
+from trainer.contract.task_files import idx_file, require_file, require_tokenizers, text_files
 
-_data, _model, _sample = (partial(option_meta, group) for group in ("Data", "Model", "Sample"))
+_data, _model, _loss, _sample = (partial(option_meta, group) for group in ("Data", "Model", "Loss", "Sample"))
 
 Dropout = Annotated[float, _model("dropout probability", ge=0, lt=1)]
+LabelSmoothing = Annotated[float, _loss("label smoothing in training; a validation's loss is without it", ge=0, lt=1)]
+BALANCED = "balanced"
+"""Value of ``class_weights``: each class weighs in inverse proportion to its training samples."""
 
 COLUMN = "its name in the header, or its number from 0; default: by the usual names of a header, else by format"
 """End of the help of ``text_column`` and ``label_column``."""
@@ -32,6 +36,8 @@ class BuiltInOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Whether the task gives the tokens of each sample."""
     has_checkpointed_modules: ClassVar[bool] = False
     """Whether the task names modules whose activations may be computed again."""
+    has_repeated_block: ClassVar[bool] = False
+    """Whether the task's model has a repeated block, by which it may be divided among the ranks."""
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -44,6 +50,7 @@ class TextOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
 
     has_sizes: ClassVar[bool] = True
     has_checkpointed_modules: ClassVar[bool] = True
+    has_repeated_block: ClassVar[bool] = True
 
     data: Annotated[
         str,
@@ -73,9 +80,16 @@ class TextOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
 
 
 class LmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
-    """Options of ``lm``, a byte-level Transformer decoder."""
+    """Options of ``lm``, a Transformer decoder over bytes or the tokens of a tokenizer."""
 
-    context: Annotated[int, _model("bytes of context for a prediction", ge=1)] = 128
+    tokenizer: Annotated[
+        str | None,
+        _data("tokenizer.json of the package tokenizers; default: the tokens are the bytes", per_rank=True),
+    ] = None
+    vocab_size: (
+        Annotated[int, _data("train a byte-level BPE of this many tokens on data; default: none", ge=257)] | None
+    ) = None
+    context: Annotated[int, _model("tokens of context for a prediction; bytes without a tokenizer", ge=1)] = 128
     dim: Annotated[int, _model("width of the model", ge=1)] = 128
     layers: Annotated[int, _model("Transformer blocks", ge=1)] = 4
     heads: Annotated[int, _model("attention heads; divides dim", ge=1)] = 4
@@ -83,12 +97,28 @@ class LmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
     prompt: Annotated[str, _sample("first text of the sample at the end")] = "\n"
     sample_bytes: Annotated[int, _sample("length of the sample at the end, bytes; 0: none", ge=0)] = 240
     temperature: Annotated[float, _sample("sampling temperature; below 1: less random", gt=0)] = 0.7
+    label_smoothing: LabelSmoothing = 0.0
+    z_loss: Annotated[
+        float,
+        _loss("factor of (log Z)² per token in training, which keeps the logits small: 0.0001 in PaLM; 0: none", ge=0),
+    ] = 0.0
 
     def __post_init__(self) -> None:
+        if self.tokenizer is not None and self.vocab_size is not None:
+            raise RequestError(
+                f"vocab_size is {self.vocab_size}, but tokenizer {quoted(self.tokenizer)} has its own: leave one out"
+            )
         if self.dim % self.heads:
             raise RequestError(f"heads is {self.heads}, but must divide dim, which is {self.dim}")
         if self.dim // self.heads % 2:
             raise RequestError(f"dim / heads is {self.dim // self.heads}, but must be even; change dim or heads")
+
+    def check_data(self) -> None:
+        super().check_data()
+        if self.tokenizer is not None or self.vocab_size is not None:
+            require_tokenizers("a tokenizer of task lm")
+        if self.tokenizer is not None:
+            require_file(self.tokenizer)
 
 
 class DocNNOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
@@ -110,8 +140,19 @@ class DocNNOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
     kernel_num: Annotated[int, _model("convolution filters per kernel size", ge=1)] = 100
     kernel_sizes: Annotated[Positives, _model("widths of the filters, in words")] = (3, 4)
     dropout: Dropout = 0.4
+    label_smoothing: LabelSmoothing = 0.0
+    class_weights: Annotated[
+        str | None,
+        _loss(
+            "weights of the classes in the training loss, which is divided by the sum of its samples' weights: one "
+            "number per label, in alphabetical order, or balanced, as rare labels in the training file weigh more",
+            or_kind="list",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
+        if self.class_weights is not None:
+            listed_weights(self.class_weights)
         for name in ("text_column", "label_column"):
             column = getattr(self, name)
             if column is None or self.format == "auto":
@@ -145,6 +186,19 @@ class MnistOptions(BuiltInOptions, kw_only=True, forbid_unknown_fields=True):
     valid_subset: Annotated[
         Literal["test", "none"], _data("validate on the test images, as HetSeq does, or not at all")
     ] = "test"
+    label_smoothing: LabelSmoothing = 0.0
+    class_weights: Annotated[
+        str | None,
+        _loss(
+            "weights of the digits in the training loss, which is divided by the sum of its images' weights: ten "
+            "numbers, or balanced, as rare digits in the training images weigh more",
+            or_kind="list",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.class_weights is not None and (weights := listed_weights(self.class_weights)) and len(weights) != 10:
+            raise RequestError(f"class_weights has {len(weights)} numbers, but there are 10 digits")
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -174,8 +228,26 @@ class MaskedLmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
     sequence_length: Annotated[int, _model("tokens of a sample, with [CLS] and [SEP]", ge=8, le=512)] = 128
     mask_fraction: Annotated[float, _model("share of the tokens that is predicted", gt=0, lt=1)] = 0.15
     dropout: Dropout = 0.1
+    label_smoothing: LabelSmoothing = 0.0
 
     def check_data(self) -> None:
         super().check_data()
+        require_tokenizers("task masked_lm")
         if self.vocab is not None:
             require_file(self.vocab)
+
+
+def listed_weights(class_weights: str) -> tuple[float, ...] | None:
+    """Return the weights of the classes in a text such as ``1, 2.5``; None for ``balanced``."""
+    if class_weights == BALANCED:
+        return None
+    try:
+        weights = tuple(float(each) for each in class_weights.strip("[] ").split(","))
+    except ValueError:
+        weights = ()
+    if not weights or not all(0 < weight < math.inf for weight in weights):
+        raise RequestError(
+            f"class_weights is {quoted(class_weights)}, but must be {BALANCED}, or numbers above 0, such as 1, 2.5"
+            f"{nearest(class_weights, [BALANCED])}"
+        )
+    return weights

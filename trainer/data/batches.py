@@ -67,6 +67,7 @@ class EpochBatches:
         fix_batches: bool = False,
         pin_memory: bool = False,
         drop_last: bool = False,
+        balanced: bool = False,
     ) -> None:
         """Start at epoch 1.
 
@@ -74,7 +75,8 @@ class EpochBatches:
         shortest samples come first if there are ``lengths``; otherwise these put samples of similar length into a
         batch. With a ``limit`` batches are made by tokens, and of ``batch_sizes`` (samples per micro-step of each rank)
         only the number counts. ``fix_batches``: every rank has the same batches in every epoch, in another order.
-        ``drop_last`` leaves out the samples at an epoch's end that do not fill the batch of every rank.
+        ``drop_last`` leaves out the samples at an epoch's end that do not fill the batch of every rank. ``balanced``
+        batch sizes change within an epoch, whose order does not depend on them.
 
         Raises:
             RequestError: too few samples to give every rank a batch, or not one length per sample.
@@ -82,12 +84,13 @@ class EpochBatches:
         self.samples = len(dataset)
         """Samples of an epoch."""
         self._shares = Shares(tuple(batch_sizes), rank, drop_last)
+        self._balanced = balanced
         if self.samples == 0:
             raise RequestError("the training data is empty")
         self._lengths = None if lengths is None else _checked_lengths(lengths, self.samples)
         # With equal sizes a chunk is one rank's batch, so that W ranks with batch size B read the same batches as one
         # rank with batch size B and W micro-steps. With unequal sizes a chunk is a whole micro-step.
-        world_size, equal = len(batch_sizes), len(set(batch_sizes)) == 1
+        world_size, equal = len(batch_sizes), len(set(batch_sizes)) == 1 and not balanced
         chunk = batch_sizes[0] if equal else self._shares.total
         plan = OrderPlan(seed=seed, shuffle=shuffle, curriculum=curriculum)
         if limit is not None:
@@ -106,6 +109,16 @@ class EpochBatches:
             limit.require_fit(lengths or (), "train")
             self._reader.dummy = int(self._lengths.argmin())
         self._check_size()
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Samples per micro-step of each rank, where batches are not made by tokens."""
+        return self._shares.batch_sizes
+
+    def set_batch_sizes(self, batch_sizes: Sequence[int]) -> None:
+        """Divide the next updates among the ranks in another way; all ranks call it after the same update."""
+        assert sum(batch_sizes) == self._shares.total, "the global batch stays"
+        self._shares = replace(self._shares, batch_sizes=tuple(batch_sizes))
 
     def _check_size(self) -> None:
         world_size = len(self._shares.batch_sizes)
@@ -180,8 +193,8 @@ class EpochBatches:
 
     @property
     def smallest(self) -> int:
-        """Fewest samples that any rank reads in one micro-step of an epoch; 1 if batches are made by tokens."""
-        return 1 if self._own_plan.max_tokens else self._shares.smallest(self.samples)
+        """Fewest samples that any rank may read in one micro-step; 1 if batches are made by tokens, or balanced."""
+        return 1 if self._own_plan.max_tokens or self._balanced else self._shares.smallest(self.samples)
 
     def _order(self) -> tuple[Tensor | range, list[int]]:
         """Return the order of this epoch, and the ends of its batches if it was begun with batches by tokens."""
@@ -214,14 +227,19 @@ class EpochBatches:
     def updates(self, update_freq: int) -> Iterator[Update]:
         """Yield the updates of the rest of the epoch; read each to its end before taking the next."""
         epoch = self.position.epoch
-        steps = self._micro_steps(self.position.consumed)
         seed = mix_seed(self._plan.seed, epoch)
-        read = self._reader.read(self._order()[0], steps.starts, steps.bounds, seed=seed)
-        for first in range(0, len(steps.starts), update_freq):
-            group = steps.starts[first : first + update_freq]
-            end = steps.end(group[-1])
-            yield Update(len(group), end - group[0], end, self._micro_batches(read, len(group), Position(epoch, end)))
-            assert self.position == Position(epoch, end), "the previous step was not read to its end"
+        shares = None
+        while shares is not self._shares:  # at first, and with shares that have changed: what was read ahead is dropped
+            shares, steps = self._shares, self._micro_steps(self.position.consumed)
+            read = self._reader.read(self._order()[0], steps.starts, steps.bounds, seed=seed)
+            for first in range(0, len(steps.starts), update_freq):
+                group = steps.starts[first : first + update_freq]
+                after = Position(epoch, steps.end(group[-1]))
+                micro_batches = self._micro_batches(read, len(group), after)
+                yield Update(len(group), after.consumed - group[0], after.consumed, micro_batches)
+                assert self.position == after, "the previous step was not read to its end"
+                if shares is not self._shares:
+                    break
 
     def _micro_batches(self, read: Iterator[MicroBatch], count: int, after: Position) -> Iterator[MicroBatch]:
         for index in range(count):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,23 @@ class RandomNumbers:
         with keep_random_state():
             seed_all(seed)
             self._state = _states()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this state, without that of a GPU, as a checkpoint holds it."""
+        (version, words, gauss), of_torch, _, of_numpy = self._state
+        state: dict[str, Any] = {"python": [version, torch.tensor(words), gauss], "torch": of_torch}
+        if of_numpy is not None:
+            kind, keys, *rest = of_numpy
+            state["numpy"] = [str(kind), torch.tensor(keys.tolist()), *map(float, rest)]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue a saved state."""
+        (version, words, gauss), (_, _, of_gpu, of_numpy) = state["python"], self._state
+        if of_numpy is not None and "numpy" in state:
+            kind, keys, position, has_gauss, cached = state["numpy"]
+            of_numpy = (kind, keys.tolist(), int(position), int(has_gauss), cached)
+        self._state = ((version, tuple(words.tolist()), gauss), state["torch"], of_gpu, of_numpy)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:

@@ -6,17 +6,25 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from trainer.contract.balanced_shares import equal_shares
 from trainer.contract.errors import RequestError
 from trainer.contract.option_rules import require_batch_sizes
+from trainer.contract.options import Training
 
 DEFAULT_BATCH_SIZE = 32
 """Samples per rank and micro-step if neither ``--batch-size`` nor ``--max-tokens`` is given."""
 
 
-def rank_batch_sizes(batch_size: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
-    """Return the batch size of each rank from ``--batch-size``: one value for all, or one value per rank."""
-    require_batch_sizes(batch_size, world_size)
-    sizes = tuple(batch_size or (DEFAULT_BATCH_SIZE,))
+def rank_batch_sizes(options: Training, world_size: int) -> tuple[int, ...]:
+    """Return the batch size of each rank: the default with ``--max-tokens``, where they vary.
+
+    Balanced ones are equal at first, the lower ranks with one sample more where they cannot be.
+    """
+    require_batch_sizes(options, world_size)
+    if options.batch_size == "balanced":
+        return equal_shares(options.global_batch_size, world_size)
+    given = None if options.max_tokens else options.batch_size
+    sizes = tuple(given or (DEFAULT_BATCH_SIZE,))
     return sizes * world_size if len(sizes) == 1 else sizes
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.data.batches import Position, Update
-from trainer.data.dataset import StreamDataset, length_of
+from trainer.data.dataset import StreamDataset, is_stateful, length_of
 from trainer.data.loader import Collate, MicroBatch
 from trainer.data.stream_reader import StreamBlock, StreamReader
 
@@ -67,14 +67,22 @@ class StreamBatches:
         self._own_seed = self._seed = seed
         self.position = Position(1, 0)
         """Position after the last update that was read to its end."""
+        self._continued = False
+        """Whether this pass began from a state of the stream: its first sample is not that of the epoch."""
+        self._first = ""
+        """Digest of the first sample of the update that was read last; empty if unknown."""
         self._end: Position | None = None
         """End of this epoch; None until it is known."""
         self._head = ""
         """Digest of the first sample of this epoch; empty if unknown."""
+        # Of shards each rank has another state, and a checkpoint holds those of rank 0.
+        self._stateful = is_stateful(dataset) and not self._reader.shards
+        self._stream_state: dict[str, Any] | None = None
+        """State of a stateful stream at ``position``; None at the start of an epoch."""
         self._dummy: Any = None
         """Dummy batch, made of the last sample; None until the stream has ended."""
 
-    def state_dict(self) -> dict[str, int | str]:
+    def state_dict(self) -> dict[str, Any]:
         """Return position and parameters of the stream; the end of an epoch is saved as the start of the next."""
         ended = self.position == self._end
         return {
@@ -87,15 +95,21 @@ class StreamBatches:
             "stream": 1,
             "shards": self._reader.shards,
             "head": "" if ended else self._head,
+            **({} if ended or self._stream_state is None else {"stream_state": self._stream_state}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position of another run: the stream is read again, and the samples before it are skipped."""
+        """Continue at the position of another run.
+
+        A stream reads on from its own state, if it has one and the other run had saved it; otherwise it is read again,
+        and the samples before the position are skipped.
+        """
         self.require_fit(state)
         self.position = Position(state["epoch"], state["consumed"])
         begun = state["consumed"] > 0
         self._seed = state["seed"] if begun else self._own_seed
         self._head = state["head"] if begun and not self._reader.shards else ""  # with shards it is that of rank 0
+        self._stream_state = state.get("stream_state") if begun and self._stateful else None
 
     def require_fit(self, state: Mapping[str, Any]) -> None:
         """Require that a saved position is valid for this stream."""
@@ -117,7 +131,7 @@ class StreamBatches:
 
     def next_epoch(self) -> None:
         self.position = Position(self.position.epoch + 1, 0)
-        self._seed, self._end, self._head = self._own_seed, None, ""
+        self._seed, self._end, self._head, self._stream_state = self._own_seed, None, "", None
 
     def updates_per_epoch(self, update_freq: int) -> int:
         """Return the number of updates of a whole epoch; 0 if unknown."""
@@ -140,14 +154,19 @@ class StreamBatches:
         epoch, consumed = self.position.epoch, self.position.consumed
         # From a shard each rank has read its own batches, as far as there were any.
         skip = consumed // self._total * self._batch_size if self._reader.shards else consumed
-        read = self._reader.read(epoch=epoch, skip=skip, seed=self._seed)
+        read = self._reader.read(
+            epoch=epoch, skip=skip, seed=self._seed, stateful=self._stateful, state=self._stream_state
+        )
+        self._continued = self._stream_state is not None
         following = self._next(read, update_freq, Position(epoch, consumed))
         if following is None and not consumed:
             again = "" if epoch == 1 else f" in epoch {epoch}: its __iter__ must start from the beginning each time"
             raise RequestError(f"the training data is empty{again}")
         while following is not None:
-            update, after = following
+            update, after, state = following
             following = self._next(read, update_freq, after)
+            if state is not None:
+                state["next"] = self._first  # of the update after this one
             if following is None:
                 self._end = after
                 self._compare_length(after.consumed)
@@ -155,9 +174,12 @@ class StreamBatches:
             assert self.position == after, "the previous step was not read to its end"
         self._end = self.position
 
-    def _next(self, read: Iterator[StreamBlock], update_freq: int, before: Position) -> tuple[Update, Position] | None:
-        """Read the next update; return None on all ranks once no rank has a sample left."""
+    def _next(
+        self, read: Iterator[StreamBlock], update_freq: int, before: Position
+    ) -> tuple[Update, Position, dict[str, Any] | None] | None:
+        """Read the next update, with the stream's state after it; return None on all ranks once no sample is left."""
         blocks = list(islice(read, update_freq))
+        self._first = blocks[0].first if blocks else ""
         if blocks and not blocks[-1].total:
             self._dummy = blocks.pop().batch
         sizes = [[block.samples, block.total] for block in blocks]
@@ -170,7 +192,9 @@ class StreamBatches:
         empty = [rank for rank, (*_, has_batch) in enumerate(gathered) if not has_batch]
         if empty:
             raise RequestError(f"rank {empty[0]} gets no sample of the training data: use fewer ranks")
-        self._head = head
+        if not self._continued:
+            self._head = head
+        state = blocks[-1].state if blocks else None
         if len(blocks) < micro_steps:
             filler = StreamBlock(batch=self._dummy, samples=0, total=0, head=head)
             blocks += [filler] * (micro_steps - len(blocks))
@@ -178,12 +202,13 @@ class StreamBatches:
         after = Position(before.epoch, before.consumed + consumed)
         samples = sum(samples for each, *_ in gathered for samples, _ in each)
         filled = [sum(samples > 0 for samples, _ in each) for each, *_ in gathered]
-        batches = self._micro_batches(blocks, after)
-        return Update(micro_steps, samples, after.consumed, batches, data_rank=filled.index(max(filled))), after
+        batches = self._micro_batches(blocks, after, state)
+        update = Update(micro_steps, samples, after.consumed, batches, data_rank=filled.index(max(filled)))
+        return update, after, state
 
     def _require_same(self, gathered: list[Any], head: str, before: Position) -> None:
         """Require that all ranks read one stream, and the same one as before the checkpoint."""
-        if self._head and head and head != self._head:
+        if self._head and head and head != self._head and not self._continued:
             raise RequestError(
                 f"the stream of epoch {before.epoch} does not begin with the sample that it began with when the "
                 "checkpoint was written, so the samples already seen cannot be skipped; start at epoch 1 with "
@@ -205,10 +230,12 @@ class StreamBatches:
                     f"has {sum(totals[0])} more samples in this step, rank {rank} {sum(each)}"
                 )
 
-    def _micro_batches(self, blocks: list[StreamBlock], after: Position) -> Iterator[MicroBatch]:
+    def _micro_batches(
+        self, blocks: list[StreamBlock], after: Position, state: dict[str, Any] | None
+    ) -> Iterator[MicroBatch]:
         for index, block in enumerate(blocks):
             if index == len(blocks) - 1:
-                self.position = after
+                self.position, self._stream_state = after, state
             yield MicroBatch(block.batch, block.samples)
 
     def _compare_length(self, consumed: int) -> None:

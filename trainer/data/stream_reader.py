@@ -5,8 +5,9 @@ Each worker process of a rank reads the whole stream and collates every n-th blo
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +33,11 @@ class StreamBlock:
     total: int
     """Samples of all ranks that read this stream; 0 after its end."""
     head: str
-    """Digest of the stream's first sample; empty if it cannot be encoded."""
+    """Digest of the first sample that was read; empty if it cannot be encoded."""
+    first: str = ""
+    """Digest of the first sample of this micro-step; only of a stateful stream."""
+    state: dict[str, Any] | None = None
+    """State of a stateful stream after the last sample of this micro-step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +57,10 @@ class _Reading:
     worker: int = 0
     workers: int = 1
     """Worker processes of the rank; worker i yields blocks i, i + workers, ..."""
+    stateful: bool = False
+    """Whether each block has the state of the stream."""
+    state: Mapping[str, Any] | None = None
+    """State of the stream after the first ``skip`` samples, which are then not read."""
 
     def __iter__(self) -> Iterator[StreamBlock]:
         """Yield the blocks of this process, then a block with a total of 0."""
@@ -60,20 +69,27 @@ class _Reading:
         read_so_far, index, head, last = 0, 0, "", None
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(self.epoch)
+        if self.state is not None:
+            self._restore(self.state, numbers)
+            read_so_far = self.skip
+        begin = read_so_far
         with numbers():
             source = iter(self.dataset)
         while True:
             own: list[Any] = []
-            total = 0
+            total, first = 0, ""
             mine = index % self.workers == self.worker
             with numbers():
                 for sample in source:
                     last = sample
                     read_so_far += 1
-                    if read_so_far == 1:
+                    if read_so_far == begin + 1:
                         head = self._digest(sample, numbers)
+                        self._require_continued(head)
                     if read_so_far <= self.skip:
                         continue
+                    if self.stateful and not total:
+                        first = self._digest(sample, numbers)
                     if mine and low <= total < high:
                         own.append(sample)
                     total += 1
@@ -90,12 +106,36 @@ class _Reading:
                 given = own or ([] if last is None else [last, last])
                 with numbers.seeded(mix_seed(self.seed, self.epoch, read_so_far, self.rank)):
                     batch = self.collate(given) if given else None
-                yield StreamBlock(batch=batch, samples=len(own), total=total, head=head)
+                state = self._state(numbers) if self.stateful and total else None
+                yield StreamBlock(batch=batch, samples=len(own), total=total, head=head, first=first, state=state)
             if not total:
                 return
             if total < self.shares.total:
                 source = iter(())  # an iterator that has ended need not raise StopIteration again
             index += 1
+
+    def _state(self, numbers: RandomNumbers) -> dict[str, Any]:
+        state = self.dataset.state_dict()  # type: ignore[attr-defined]
+        return {"dataset": copy.deepcopy(state), "random": numbers.state_dict()}
+
+    def _restore(self, state: Mapping[str, Any], numbers: RandomNumbers) -> None:
+        try:
+            self.dataset.load_state_dict(copy.deepcopy(state["dataset"]))  # type: ignore[attr-defined]
+            numbers.load_state_dict(state["random"])
+        except Exception as error:
+            raise RequestError(
+                f"the stream's load_state_dict() cannot restore the state of the checkpoint: {type(error).__name__}: "
+                f"{' '.join(str(error).split())[:200]}"
+            ) from error
+
+    def _require_continued(self, digest: str) -> None:
+        """Require that a restored stream goes on with the sample that came next when its state was taken."""
+        if self.state is not None and digest and self.state.get("next") and digest != self.state["next"]:
+            raise RequestError(
+                f"after load_state_dict() the stream does not go on with sample {self.skip + 1} of epoch {self.epoch}: "
+                "its state_dict() does not hold all that decides its samples; correct it, or leave out both methods, "
+                "and the samples already seen are read again and skipped"
+            )
 
     def _digest(self, sample: Any, numbers: RandomNumbers) -> str:
         try:
@@ -152,13 +192,17 @@ class StreamReader:
         self._num_workers = num_workers
         self._pin = pinned if pin_memory else None
 
-    def read(self, *, epoch: int, skip: int, seed: int) -> Iterator[StreamBlock]:
+    def read(
+        self, *, epoch: int, skip: int, seed: int, stateful: bool = False, state: Mapping[str, Any] | None = None
+    ) -> Iterator[StreamBlock]:
         """Yield the blocks of an epoch after the first ``skip`` samples, then a block with a total of 0.
 
+        With ``stateful`` each block has the stream's state; with the ``state`` there, those samples are not read.
+
         Raises:
-            RequestError: the stream has fewer than ``skip`` samples.
+            RequestError: the stream has fewer than ``skip`` samples, or does not go on from the state.
         """
-        reading = replace(self._reading, epoch=epoch, skip=skip, seed=seed)
+        reading = replace(self._reading, epoch=epoch, skip=skip, seed=seed, stateful=stateful, state=state)
         read = self._read_ahead(reading) if self._num_workers else iter(reading)
         return read if self._pin is None else (replace(block, batch=self._pin(block.batch)) for block in read)
 

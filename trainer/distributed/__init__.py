@@ -179,6 +179,8 @@ def join_group(
     join_timeout_s: float,
     on_waiting: OnWaiting | None = None,
     on_lost: Callable[[str], None] | None = None,
+    on_unheard: Callable[[list[int]], None] | None = None,
+    step: Callable[[], int | None] = lambda: None,
     identity: str = "",
     request: Mapping[str, str] | None = None,
     share_devices: bool = False,
@@ -187,8 +189,10 @@ def join_group(
 
     About once a second ``on_waiting`` is called with the joined ranks, the missing ranks and the milliseconds waited.
     ``on_lost`` is called on a thread with a description when another machine is gone or has failed while this rank may
-    wait in NCCL; it must report that and end the process. Ranks of another ``identity`` (the run id) are refused, and
-    those with other values of the ``request``, such as ``--lr``. ``share_devices`` allows two ranks on one GPU.
+    wait in NCCL and makes no ``step``; it must report that and end the process. ``on_unheard`` is called on a thread of
+    one rank of each machine with the ranks of machines whose heartbeats have stopped: at the start with none, and when
+    they change. Ranks of another ``identity`` (the run id) are refused, and those with other values of the
+    ``request``, such as ``--lr``. ``share_devices`` allows two ranks on one GPU.
 
     Raises:
         RequestError: the request cannot be met: port in use, stale file, a rank or a GPU claimed twice, ranks that
@@ -234,9 +238,12 @@ def join_group(
     )
     flight_recorder.attach(dist.group.WORLD)
     own = next(index for index, machine in enumerate(result.machines) if rank in machine.ranks)
-    if not gloo and on_lost is not None and len(result.machines) > 1 and rank == result.machines[own].ranks[0]:
+    # A file to which all heartbeats are appended grows; with gloo nothing but the view of others depends on them.
+    beats = len(result.machines) > 1 and rank == result.machines[own].ranks[0] and not (gloo and rdzv.file is not None)
+    if beats and on_unheard is not None:
+        beating = heartbeat.Heartbeat(rdzv.store, result.machines, own, step=step)
         # Gloo's connections break when a machine is gone, and a collective raises; NCCL waits for its time-out.
-        _group.leave = heartbeat.start(heartbeat.Heartbeat(rdzv.store, result.machines, own), on_lost)
+        _group.leave = heartbeat.start(beating, on_lost=None if gloo else on_lost, on_unheard=on_unheard)
 
 
 def shutdown(*, abort: bool = False) -> None:

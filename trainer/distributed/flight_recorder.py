@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
@@ -36,8 +37,8 @@ LAST = 3
 """Collectives that are described, and that an answer to a request for stacks has."""
 
 _file: Path | None = None
-_hooks: list[Any] = []
-"""torch's hooks, which record as long as they exist."""
+_hooks: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
+"""torch's hooks by group, which record as long as they exist."""
 
 
 def prepare(file: Path, rank: int, environ: MutableMapping[str, str] = os.environ) -> None:
@@ -70,10 +71,17 @@ def attach(group: dist.ProcessGroup | None) -> bool:
     """
     hook = getattr(torch._C._distributed_c10d, "FlightRecorderHook", None)
     attached = getattr(dist.distributed_c10d._world, "pg_flight_recorder_hooks", {})
-    if hook is None or group in attached or _backends(group) <= RECORDING:
+    if hook is None or group is None or group in attached or group in _hooks or _backends(group) <= RECORDING:
         return False
-    _hooks.append(hook.attach(group))
+    _hooks[group] = hook.attach(group)
     return True
+
+
+def attach_all() -> None:
+    """Do so for all groups of this process, which a script has made."""
+    for group in list(dist.distributed_c10d._world.pg_map) if dist.is_available() else ():
+        with contextlib.suppress(RuntimeError):  # torch refuses it: the script trains without
+            attach(group)
 
 
 def _backends(group: Any) -> set[str]:

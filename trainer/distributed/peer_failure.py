@@ -22,6 +22,8 @@ from trainer.host.ports import outgoing_ports, own_connections
 
 PEER_FAILURE_PREFIX = "gputrain-peer-failure"
 """Prefix of the reports in the store."""
+ANY_REPORT = "any"
+"""Key that is set once any rank has reported a failure of its own."""
 
 REPORT_TIMEOUT_S = 0.5
 """Time-out for writing a report: the connection to the store may be lost too."""
@@ -103,6 +105,8 @@ def _store(rdzv: RendezvousStore) -> Store:
 
 def _write_report(keys: Store, rank: int, failure: str) -> None:
     keys.compare_set(str(rank), "", msgspec.json.encode(failure).decode())
+    if failure:
+        keys.set(ANY_REPORT, "")
 
 
 def read_report(keys: Store, rank: int) -> str:

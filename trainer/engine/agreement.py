@@ -23,6 +23,8 @@ class LoopRequests:
     """``--stop-time`` is reached."""
     save: bool = False
     """One is due by the clock, or a number was not finite."""
+    numbers: Sequence[int] = ()
+    """Of ``ShareBalance``; agreed on is the maximum of each over the ranks."""
 
 
 NONE = LoopRequests()
@@ -41,15 +43,17 @@ class Agreement:
         *,
         leads: bool,
         first_update: int = 0,
+        most_updates: int = 1 << 30,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Begin after ``first_update``. From one agreement to the next there are ``most_updates`` at most."""
         self._begin = begin
         self._requests = requests
         self._leads = leads
         self._now = now
         self._due = first_update + 1
         self._last_update, self._last_time = first_update, now()
-        self._interval = 1
+        self._interval, self._most = 1, most_updates
         self._pending: Callable[[], list[int]] | None = None
         self._rescheduled = False
         """Whether ``reschedule`` set the next agreement, so that a pending result does not."""
@@ -58,15 +62,15 @@ class Agreement:
         """Return the requests agreed on; every rank returns the same ones after the same update."""
         agreed = NONE
         if self._pending is not None:
-            stop, end, save, interval = self._pending()
+            stop, end, save, interval, *numbers = self._pending()
             self._pending = None
-            agreed = LoopRequests(stop=bool(stop), end=bool(end), save=bool(save))
+            agreed = LoopRequests(stop=bool(stop), end=bool(end), save=bool(save), numbers=numbers)
             if not self._rescheduled:
                 self._due = self._last_update + interval
         if update >= self._due:
             self._rescheduled = False
             own = self._requests()
-            self._pending = self._begin([own.stop, own.end, own.save, self._next_interval(update)])
+            self._pending = self._begin([own.stop, own.end, own.save, self._next_interval(update), *own.numbers])
         return agreed
 
     def reschedule(self, update: int) -> None:
@@ -85,5 +89,5 @@ class Agreement:
         seconds = max((now - self._last_time) / max(update - self._last_update, 1), 1e-6)
         self._last_update, self._last_time = update, now
         # At most doubled: a single fast update does not show that all are.
-        self._interval = max(1, min(int(self.interval_s / seconds), 2 * self._interval))
+        self._interval = max(1, min(int(self.interval_s / seconds), 2 * self._interval, self._most))
         return self._interval if self._leads else 0

@@ -14,10 +14,10 @@ from trainer.contract.outcome import EVALUATED_CHECKPOINT
 from trainer.data.seeds import seed_all
 from trainer.engine import reports
 from trainer.engine.data_sample import DataSample
-from trainer.engine.ddp_model import autocast
+from trainer.engine.ddp_model import Strategy, autocast
 from trainer.engine.end_conditions import Best, TrainingOutcome
 from trainer.engine.evaluation import evaluate
-from trainer.engine.preparation import evaluation_batches, read_splits, require_same_on_ranks
+from trainer.engine.preparation import evaluation_batches, read_splits, require_same_on_ranks, strategy_of
 from trainer.engine.resuming import DataDigests, require_weights
 from trainer.engine.starting_point import StartingPoint
 from trainer.engine.task_state import TASK_STATE, state_of, without_task_state
@@ -37,13 +37,16 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext, start
         raise RequestError(f"--eval-split is {split}, but the task has no such split; it has {known}")
     batches = evaluation_batches(task, {split: splits[split]}, options, ctx)[split]
     seed_all(options.seed)
+    strategy: Strategy | None = None
     model = task.model()
+    if options.strategy == "fsdp" and ctx.world_size > 1:
+        strategy = strategy_of(task, model, options, ctx)
     own_state = state_of(task)
     sample = DataSample(splits[split], task.collate, num_workers=options.num_workers)
     require_same_on_ranks(task, {split: sample}, ctx)
     source = start.source
 
-    def read() -> tuple[dict[str, Any], int, int, list[tuple[str, str]]]:
+    def read() -> dict[str, Any]:
         opened = start.checkpoint()
         entries = require_weights(opened.state, model, task=options.task, task_state=own_state, source=source)
         notes = [("checkpoint_passed_over", "; ".join(opened.passed_over))]
@@ -51,9 +54,13 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext, start
             notes.append((TASK_STATE, without_task_state(source)))
         known = entries.data.splits if entries.data is not None else {}
         notes.append(("data_changed", _data_change(known, split, sample, source)))
-        return weights_of(opened.state, source=source), entries.updates, entries.position.epoch, notes
+        return {
+            "model": weights_of(opened.state, source=source),
+            "rest": (entries.updates, entries.position.epoch, notes),
+        }
 
-    weights, updates, epoch, notes = distributed.from_master(read)
+    sent = distributed.from_master(read) if strategy is None else strategy.spread(read)
+    weights, (updates, epoch, notes) = sent["model"], sent["rest"]
     for kind, text in notes:
         reports.finding(ctx, kind, text, severity="warning")
     reports.finding(ctx, EVALUATED_CHECKPOINT, f"evaluating {split} with the weights of step {updates}: {source}")
@@ -62,7 +69,10 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext, start
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:  # a module of the user's own
         raise RequestError(f"{source} does not fit this model: {' '.join(str(error).split())[:300]}") from None
     ctx.set_state("validating")
-    result = evaluate(task, model.to(ctx.device), batches, ctx, autocast(options, ctx.device))
+    sharded = strategy is not None
+    if not sharded:
+        model = model.to(ctx.device)
+    result = evaluate(task, model, batches, ctx, autocast(options, ctx.device), sharded=sharded)
     if result is not None:
         reports.report_validation(ctx, split, result, step=updates, epoch=epoch, weights_step=updates)
         if result.non_finite:

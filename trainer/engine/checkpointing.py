@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer import distributed
-from trainer.checkpoint import ENTRIES, CheckpointWriter, Saved, capture_rng, kinds
+from trainer.checkpoint import ENTRIES, CheckpointWriter, GatheredTensors, HostTensors, Saved, capture_rng, kinds
 from trainer.contract import record
 from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.errors import RequestError
 from trainer.contract.record.checkpoints import foreign_run
 from trainer.engine import reports
+from trainer.engine.ddp_model import Strategy
 from trainer.engine.worker_context import WorkerContext
 
 State = dict[str, Any]
@@ -27,7 +28,7 @@ State = dict[str, Any]
 class Saving:
     """Saving of one training's checkpoints; every rank has an instance, rank 0 writes."""
 
-    def __init__(self, ctx: WorkerContext, *, keep_last: int, keep_last_epochs: int = 0) -> None:
+    def __init__(self, ctx: WorkerContext, strategy: Strategy, *, keep_last: int, keep_last_epochs: int = 0) -> None:
         """Open the folder for checkpoints; every rank calls this."""
         has_folder = distributed.all_gather_list(ctx.checkpoints is not None)
         self.enabled = has_folder[0]
@@ -35,6 +36,7 @@ class Saving:
         if any(has_folder) and not self.enabled:
             rank = has_folder.index(True)
             raise RequestError(f"--save-dir is given to rank {rank} and not to rank 0, which writes the checkpoints")
+        self._strategy = strategy
         self.keeps_epochs = keep_last_epochs != 0
         self.last_update = -1
         """Steps done when the last checkpoint was begun, or when training was resumed."""
@@ -44,6 +46,8 @@ class Saving:
         self._ctx = ctx
         self._begun = -1
         """Steps done at the last save of this training; -1 before the first."""
+        self._not_gathered = ""
+        """Why the tensors of the last checkpoint could not be gathered; empty if they were."""
         self._on_disk: Saved | None = None
         """Newest checkpoint that was written; its file may have been deleted since."""
         self.run = ctx.run_id
@@ -62,6 +66,7 @@ class Saving:
                 continues=continues,
                 on_saved=self._saved,
                 on_failed=self._failed,
+                host_tensors=GatheredTensors if strategy.sharded else HostTensors,
             )
 
     def inherit_best(self, path: Path, *, step: int) -> None:
@@ -73,12 +78,20 @@ class Saving:
         self.last_update, self.last_epoch, self.last_time = step, epoch, time.monotonic()
         self._ctx.before_wait()
         rng = distributed.all_gather_list(capture_rng())
-        if self._writer is not None:
-            self._ctx.set_state("saving")
-            self._begun = step
-            entries = {**state(), "rng": rng, "recipe": self._ctx.recipe, "run": self.run}
-            self._writer.save({**entries, ENTRIES: kinds(entries)}, step=step, best=best, epoch=epoch)
-            self._ctx.set_state("training")
+        if self._writer is None and not self._strategy.sharded:
+            return
+        self._ctx.set_state("saving")
+        self._begun, self._not_gathered = step, ""
+        try:
+            whole = self._strategy.whole(state)
+        except OSError as error:
+            self._not_gathered = error.strerror or str(error)
+            self._failed(step, f"checkpoint of step {step} was not written: {self._not_gathered}")
+        else:
+            if self._writer is not None:
+                entries = {**whole, "rng": rng, "recipe": self._ctx.recipe, "run": self.run}
+                self._writer.save({**entries, ENTRIES: kinds(entries)}, step=step, best=best, epoch=epoch)
+        self._ctx.set_state("training")
 
     def close(self) -> str:
         """Wait for pending checkpoints; return one line about one that was not written, else an empty string."""
@@ -88,7 +101,8 @@ class Saving:
         not_saved = self._writer.close()
         last = self._kept()
         if self._begun >= 0 and (last is None or last.step != self._begun):
-            why = next((one.why for one in not_saved if one.step == self._begun), "its file has been deleted")
+            why = next((one.why for one in not_saved if one.step == self._begun), self._not_gathered)
+            why = why or "its file has been deleted"
             known = f"the last checkpoint is step {last.step}" if last is not None else "there is no checkpoint"
             return f"{known}; that of step {self._begun} was not kept: {why}"
         # The last checkpoint is there, but the best one may not be.

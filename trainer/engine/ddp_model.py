@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from trainer import distributed
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
+from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task
 from trainer.telemetry.comm_hook import CommHook
+from trainer.telemetry.step_meter import StepMeter
 
 # torch 2.13 renamed the flag and warns at the old name; older supported versions have the old name only.
 _SYNC_BUFFERS = (
@@ -29,6 +31,68 @@ _SYNC_BUFFERS = (
     if "forward_sync_buffers" in inspect.signature(DDP.__init__).parameters
     else "broadcast_buffers"
 )
+
+
+class Strategy(Protocol):
+    """A model that is trained by several ranks together, in one of the two ways of ``--strategy``."""
+
+    sharded: bool
+    """Whether each rank holds a part of every parameter, so that each pass is one of all ranks together."""
+    model: nn.Module
+    """Called in training."""
+    module: nn.Module
+    """The task's own."""
+    needs_all_gradients: bool
+    """Whether the ranks wait for the gradient of every parameter."""
+
+    def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Return the context of a micro-step's forward and backward pass; ``last``: of an optimizer step."""
+
+    def clip(self, values: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Return the norm [] of all gradients, with this rank's values; scale them down to ``max_norm`` if above 0."""
+
+    def measure(self, meter: StepMeter) -> None:
+        """Have a meter follow collectives that no bucket of DDP makes."""
+
+    def whole(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return a checkpoint's entries on rank 0, an empty dict on the others; every rank calls this.
+
+        Raises:
+            OSError: on rank 0, after all collectives: whole tensors could not be stored.
+        """
+
+    def spread(self, entries: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Return a checkpoint's entries, of a function that is called on rank 0, on every rank, as the model has them.
+
+        Raises:
+            RequestError: the function has raised one; all ranks raise it.
+        """
+
+
+class Replicated:
+    """The whole model on every rank, whose gradients DDP averages; on one rank the model alone."""
+
+    sharded = False
+
+    def __init__(self, model: nn.Module, options: Training, ctx: WorkerContext) -> None:
+        self.model = wrap(model, options, device=ctx.device, world_size=ctx.world_size)
+        self.module = unwrap(self.model)
+        ddp = self.model if isinstance(self.model, DDP) else None
+        self.needs_all_gradients = ddp is not None and not (ddp.find_unused_parameters or ddp.static_graph)
+        self.micro_step = Accumulation(self.model)
+
+    def clip(self, values: Sequence[Tensor], max_norm: float) -> Tensor:
+        return clip(values, torch.nn.utils.get_total_norm(values), max_norm)
+
+    def measure(self, meter: StepMeter) -> None:
+        """Follow nothing more: DDP's comm hook measures."""
+
+    def whole(self, state: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        return state() if distributed.is_master() else {}
+
+    def spread(self, entries: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = distributed.from_master(entries)
+        return found
 
 
 def checkpoint_activations(task: Task, model: nn.Module) -> None:
@@ -246,9 +310,12 @@ def with_sparse_gradient(model: nn.Module) -> list[Tensor]:
     ]
 
 
-def values_of(gradient: Tensor) -> Tensor:
-    """Return a gradient, or the values of a sparse one."""
-    return gradient._values() if gradient.is_sparse else gradient
+def values_of(tensor: Tensor) -> Tensor:
+    """Return a tensor, the values of a sparse one, or this rank's shard of a sharded one; they share its memory."""
+    if tensor.is_sparse:
+        return tensor._values()
+    # By its attribute: importing DTensor takes long.
+    return tensor if type(tensor) in (Tensor, nn.Parameter) else getattr(tensor, "_local_tensor", tensor)
 
 
 def gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -275,9 +342,8 @@ def factor_for(factor: Tensor | float, dtype: torch.dtype) -> Tensor | float:
     return factor.to(dtype) if isinstance(factor, Tensor) else factor
 
 
-def clip(values: Sequence[Tensor], max_norm: float) -> Tensor:
-    """Return the norm [] of all gradients and, with ``max_norm`` above 0, scale them down to it."""
-    norm = torch.nn.utils.get_total_norm(values)
+def clip(values: Sequence[Tensor], norm: Tensor, max_norm: float) -> Tensor:
+    """Scale gradients down from their norm [] to ``max_norm``, if that is above 0; return the norm before."""
     if max_norm > 0:
         scale(values, torch.clamp(max_norm / (norm + 1e-6), max=1.0))  # without a branch, which would be a sync point
     return norm

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from trainer.engine.ddp_model import values_of
+
 
 class WeightAverage:
     """The average of a model's trained weights over the updates; with a decay of 0 there is none.
@@ -33,15 +35,17 @@ class WeightAverage:
     def update(self, step: int) -> None:
         """Take the weights after update ``step``, from 1, into the average."""
         if self.enabled:
-            torch._foreach_lerp_(self._average, self._weights, 1.0 - self._decay if step > self._start else 1.0)
+            average, weights = self._values()
+            torch._foreach_lerp_(average, weights, 1.0 - self._decay if step > self._start else 1.0)
 
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange the contents of weights and average in place, so that references to the weights stay valid."""
         if self.enabled:
-            before = [weight.clone() for weight in self._weights]
-            torch._foreach_copy_(self._weights, self._average)
-            torch._foreach_copy_(self._average, before)
+            average, weights = self._values()
+            before = [weight.clone() for weight in weights]
+            torch._foreach_copy_(weights, average)
+            torch._foreach_copy_(average, before)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -50,6 +54,10 @@ class WeightAverage:
             yield
         finally:
             self.swap()
+
+    def _values(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return average and weights, of a sharded model this rank's parts of them."""
+        return [values_of(each) for each in self._average], [values_of(each) for each in self._weights]
 
     def plain_weights(self) -> dict[str, Tensor]:
         return dict(zip(self._names, self._average, strict=True))

@@ -40,11 +40,13 @@ def evaluate(
     batches: Iterable[MicroBatch],
     ctx: WorkerContext,
     autocast: AbstractContextManager[Any],
+    *,
+    sharded: bool = False,
 ) -> Evaluation | None:
     """Evaluate this rank's share of a split and sum over all ranks; None on all ranks if one was asked to stop.
 
     The batches are the same on any number of ranks and their sums are added exactly, so that the result does not depend
-    on the world size.
+    on the world size. The ranks of a ``sharded`` model compute each batch together, so that they stop together.
     """
     training = model.training
     model.eval()
@@ -57,7 +59,10 @@ def evaluate(
             sums = {"loss": loss, "count": items, **{f"metric:{name}": value for name, value in metrics.items()}}
             for name, value in sums.items():
                 each.setdefault(name, []).append(float(value) if micro.samples else 0.0)
-            if ctx.stop_requested():  # after at least one batch, which gives the names of the metrics
+            stop = ctx.stop_requested()
+            if sharded:
+                stop = any(distributed.max_async([stop])())
+            if stop:  # after at least one batch, which gives the names of the metrics
                 stopped = True
                 break
     finally:

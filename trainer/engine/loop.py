@@ -22,6 +22,7 @@ from trainer.contract.outcome import describe_stop
 from trainer.data.batches import Update
 from trainer.data.loader import mix_seed
 from trainer.data.seeds import seed_all
+from trainer.data.shares import rank_batch_sizes
 from trainer.distributed.host_copies import host_copies
 from trainer.engine import reports
 from trainer.engine.accelerator import batch_copy, choose_algorithms
@@ -29,15 +30,11 @@ from trainer.engine.agreement import Agreement, LoopRequests
 from trainer.engine.checkpointing import Saving
 from trainer.engine.compilation import Compilation
 from trainer.engine.ddp_model import (
-    Accumulation,
     autocast,
-    clip,
     compression,
     keep_buffers,
     share_buffers,
     trainable,
-    unwrap,
-    wrap,
 )
 from trainer.engine.ema import WeightAverage
 from trainer.engine.end_conditions import StepTimes, TrainingOutcome, end_reached
@@ -48,9 +45,10 @@ from trainer.engine.muon import require_equal_products
 from trainer.engine.noise_scale import NoiseMeter
 from trainer.engine.non_finite import FiniteCheck, NonFiniteError
 from trainer.engine.optimizers import LossScaler, Schedule, epochs_end, training_optimizer, without_optimizer
-from trainer.engine.out_of_memory import raise_out_of_memory
+from trainer.engine.out_of_memory import BatchTrial, raise_out_of_memory
 from trainer.engine.parameter_use import ParameterUse
-from trainer.engine.preparation import batch_sizes, build_model, read_data, require_same_on_ranks
+from trainer.engine.preparation import build_model, read_data, require_same_on_ranks, strategy_of
+from trainer.engine.share_balance import ShareBalance, measures_steps
 from trainer.engine.training_state import TrainingState
 from trainer.engine.validation import Validator
 from trainer.engine.worker_context import WorkerContext
@@ -66,14 +64,15 @@ class Loop:
         self.data = read_data(task, options, ctx)
         model = build_model(task, options, self.data)
         require_same_on_ranks(task, self.data.samples, ctx)  # before DDP, which compares the models
-        self.model = wrap(model, options, device=ctx.device, world_size=ctx.world_size)
-        self.raw_model = unwrap(self.model)
+        self.strategy = strategy_of(task, model, options, ctx)
+        del model
+        self.model, self.raw_model = self.strategy.model, self.strategy.module
         self.parameters = trainable(self.raw_model)
         self.autocast = autocast(options, ctx.device)
         metrics = check_loss(task, self.raw_model, self.data.loss_check, ctx, autocast=self.autocast)
         self.average = WeightAverage(self.raw_model, decay=options.ema_decay, start=options.ema_start)
         self._validation = Validator(
-            task, options, ctx, self.data, self.raw_model, self.average, self.autocast, metrics=metrics
+            task, options, ctx, self.data, self.strategy, self.average, self.autocast, metrics=metrics
         )
         self.best = self._validation.best
         seed_all(mix_seed(options.seed, ctx.rank))  # dropout differs between ranks, and is reproducible
@@ -89,7 +88,6 @@ class Loop:
         )
         self.schedule = Schedule(options, self.optimizer, end=self._schedule_end())
         self.scaler = LossScaler(ctx.device, enabled=options.precision == "fp16")
-        self._accumulation = Accumulation(self.model)
         comm_hook, wire_ratio = compression(options)
         self.meter = StepMeter(
             self.model,
@@ -100,17 +98,21 @@ class Loop:
             comm_hook=comm_hook,
             wire_ratio=wire_ratio,
             sparse=task.sparse_parameters(self.raw_model),
+            keeps_steps=measures_steps(options, ctx.world_size),
         )
+        self.strategy.measure(self.meter)
+        trial = BatchTrial(task, self.model, ctx, autocast=self.autocast)
+        self._balance = ShareBalance(options, ctx, self.data.train, meter=self.meter, trial=trial)
         self._to_device = batch_copy(ctx.device)
         choose_algorithms(options, ctx.device, few_shapes=task.lengths("train") is None)
-        self._use = ParameterUse(self.model, raw_model=self.raw_model, parameters=self.parameters, ctx=ctx)
+        self._use = ParameterUse(self.strategy, parameters=self.parameters, ctx=ctx)
         copies = ctx.copies or host_copies(ctx.device)
-        self._finite = FiniteCheck(task, self.raw_model, self.autocast, scaled=self.scaler.enabled, copies=copies)
+        self._finite = FiniteCheck(task, self.strategy, self.autocast, scaled=self.scaler.enabled, copies=copies)
         self._items = ItemCount(
             ctx,
             per_sample=task.count_per_sample,
             # One per sample until they are known; a far smaller number would overflow the first gradient in fp16.
-            estimate=float(sum(batch_sizes(options, ctx.world_size)) * self._update_freq(1)),
+            estimate=float(sum(rank_batch_sizes(options, ctx.world_size)) * self._update_freq(1)),
             parameters=self.parameters,
             finite=self._finite,
             before_reduction=comm_hook is not None,
@@ -120,7 +122,9 @@ class Loop:
         self._progress = reports.Progress(ctx, every=options.log_interval)
         self._desync = reports.DesyncReports(ctx, self.raw_model)
         self._noise = NoiseMeter(self.model, options, ctx)
-        self._saving = Saving(ctx, keep_last=options.keep_last, keep_last_epochs=options.keep_last_epochs)
+        self._saving = Saving(
+            ctx, self.strategy, keep_last=options.keep_last, keep_last_epochs=options.keep_last_epochs
+        )
         self.state = TrainingState(
             options=options,
             ctx=ctx,
@@ -134,6 +138,7 @@ class Loop:
             data=self.data,
             validation=self._validation,
             saving=self._saving,
+            balance=self._balance,
         )
         self.epoch = 1
         self._start_time = time.monotonic()
@@ -168,11 +173,13 @@ class Loop:
         self.ctx.set_state("training")
         self.model.train()
         self.meter.start()
+        self._balance.start(step=self.updates + 1)
         agreement = self._agreement = Agreement(
             partial(distributed.max_async, copies=self.ctx.copies),
             self._requests,
             leads=self.ctx.rank == 0,
             first_update=self.updates,
+            most_updates=self._balance.most_updates,
         )
         step_times = StepTimes(self.ctx.step_took)
         if self.updates and self._due(self.options.valid_every_updates):
@@ -188,6 +195,7 @@ class Loop:
                 step_times.step_done()
                 agreed = agreement.after(tried)
                 self._stopped, self._time_is_up = agreed.stop, agreed.end
+                self._balance.agree(agreed.numbers, step=self.updates + 1)
                 if stepped and not self._stopped and self._due(self.options.valid_every_updates):
                     self._validate()
                 if self._stopped:
@@ -229,8 +237,7 @@ class Loop:
         items.begin_step(update, step=step)
         self._data_rank = update.data_rank
         loss_sum: Tensor | float = 0.0
-        for index, micro in enumerate(update, start=1):
-            last = index == update.micro_steps
+        for micro, last in self._balance.micro_batches(update):
             meter.lap("data")
             batch = self._to_device(micro.batch)
             meter.lap("h2d")
@@ -249,7 +256,7 @@ class Loop:
         gradients = self._use.gradients(step=step)
         grad_scale = items.correct_gradients() * self.scaler.value
         self.scaler.unscale_(self.optimizer)
-        norm = clip(gradients, self.options.clip_norm)
+        norm = self.strategy.clip(gradients, self.options.clip_norm)
         grad_norm = finite.require_gradient(norm, self.optimizer, step=step)
         if not self.scaler.step(self.optimizer):
             self._discard_step()
@@ -266,7 +273,7 @@ class Loop:
         """Surround a micro-batch's forward and backward pass; only that of the last one reduces gradients."""
         keeps_buffers = nullcontext() if samples else keep_buffers(self.raw_model)
         try:
-            with self._accumulation(last=last), self._flops.count(batch, samples), keeps_buffers:
+            with self.strategy.micro_step(last=last), self._flops.count(batch, samples), keeps_buffers:
                 yield
         except (RuntimeError, MemoryError) as error:
             self._use.raise_unused(error)
@@ -331,6 +338,7 @@ class Loop:
             end=passed(options.stop_time, self._start_time),
             # A save has all ranks check their numbers, so a rank that found one that is not finite requests it.
             save=self._finite.found_bad() or passed(options.save_every_minutes, self._saving.last_time),
+            numbers=self._balance.numbers(),
         )
 
     def _stop(self) -> TrainingOutcome:

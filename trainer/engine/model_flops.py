@@ -28,7 +28,7 @@ from trainer.engine.compilation import Compilation
 from trainer.engine.worker_context import WorkerContext
 from trainer.host.peak_flops import NumberFormat, peak_flops_per_s
 
-_KNOWN_NAMESPACES = ("aten", "prims", "prim", "profiler", "c10d", "_c10d_functional", "c10d_functional")
+_KNOWN_NAMESPACES = ("aten", "prims", "prim", "profiler", "c10d", "_c10d_functional", "c10d_functional", "fsdp")
 """Namespaces whose costly operators are all known here; the operations of other kernels cannot be counted."""
 _PRODUCTS = re.compile(
     r"(mm|matmul|linear|rnn|attention|layer_fwd)(_(?!flatten)|$)|conv(\d|_|olution)|gemm|lstm_mps|"

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from trainer import distributed
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.distributed.host_copies import HostCopies, HostCopy
-from trainer.engine.ddp_model import values_of
+from trainer.engine.ddp_model import Strategy, values_of
 from trainer.tasks.task import Task, summed_loss
 
 AGAIN = "random numbers such as dropout differ between the two passes: lower --lr, or set --clip-norm"
@@ -49,20 +49,24 @@ class FiniteCheck:
     (``require_all``). Until then the optimizer is kept from spreading it: after a gradient that is not finite it does
     nothing or gets zeros, so that the parameters stay finite and the batch computed again shows the module.
 
+    A sharded model computes no batch again, which would take all ranks: then no module is named.
+
     With ``scaled`` a loss scaler checks the gradients itself and leaves steps out. ``copies`` is None on a CPU.
     """
 
     def __init__(
         self,
         task: Task,
-        model: nn.Module,
+        strategy: Strategy,
         autocast: AbstractContextManager[Any],
         *,
         scaled: bool,
         copies: HostCopies | None,
     ) -> None:
+        model = strategy.module
         self._task = task
         self._model = model
+        self._sharded = strategy.sharded
         self._autocast = autocast
         self._scaled = scaled
         self._copies = copies
@@ -87,7 +91,7 @@ class FiniteCheck:
             return loss.detach()
         if math.isfinite(value := loss.item()):
             return value
-        raise NonFiniteError(_loss_message(step, self._locate(batch)))
+        raise NonFiniteError(self._loss_message(step, self._locate(batch)))
 
     def require_gradient(self, norm: Tensor, optimizer: Optimizer, *, step: int) -> Tensor | float:
         """Raise if the norm [] of the gradients, equal on all ranks, is not finite; on a GPU check it later."""
@@ -95,7 +99,8 @@ class FiniteCheck:
             return norm
         if self._copies is not None:
             self._check_later("gradient", norm, step, self._copies)
-            overflowed = ~torch.isfinite(norm)
+            # True of infinities and of what is not a number, by half as many kernels as ``isfinite`` takes.
+            overflowed = norm - norm != 0
             self._overflowed = overflowed if self._overflowed is None else self._overflowed | overflowed
             self._keep_from_stepping(optimizer, self._overflowed)
             return norm
@@ -148,7 +153,7 @@ class FiniteCheck:
             if kind == "gradient":
                 raise NonFiniteError(self._gradient_message(at, batch))
             bad_loss = bad is not None and (bad.step, bad.kind) == (at, "loss")
-            raise NonFiniteError(_loss_message(at, self._places(batch if bad_loss else None)))
+            raise NonFiniteError(self._loss_message(at, self._places(batch if bad_loss else None)))
         if places := [f"{where} on rank {rank}" for rank, (_, _, where) in enumerate(ranks) if where]:
             raise NonFiniteError(
                 f"non-finite model after step {step}, though every loss and gradient was finite: first in "
@@ -207,9 +212,20 @@ class FiniteCheck:
         if places := self._places(batch):
             return f"non-finite gradient at step {step}: first in {places}; {_remedy(places)}"
         return (
-            f"non-finite gradient at step {step}: {self._describe_gradients()}; the last batch of each rank computed "
-            "again gives finite gradients, so the module where it began cannot be named; lower --lr"
+            f"non-finite gradient at step {step}: {self._describe_gradients()}; {self._unnamed('finite gradients')}, "
+            "so the module where it began cannot be named; lower --lr"
         )
+
+    def _loss_message(self, step: int, places: str) -> str:
+        if places:
+            return f"non-finite loss at step {step}: first in {places}; {_remedy(places)}"
+        advice = "lower --lr, or set --clip-norm" if self._sharded else AGAIN
+        return f"non-finite loss at step {step}: {self._unnamed('finite numbers')}, so no module can be named; {advice}"
+
+    def _unnamed(self, result: str) -> str:
+        if self._sharded:
+            return "a batch of a model that is divided among the ranks is not computed again"
+        return f"the same batch computed again gives {result}"
 
     def _places(self, batch: Any) -> str:
         """Have each rank compute its batch, if any, again; return the places of bad numbers. All ranks call this."""
@@ -217,6 +233,8 @@ class FiniteCheck:
         return "; ".join(f"{place} on rank {rank}" for rank, place in enumerate(places) if place)
 
     def _locate(self, batch: Any) -> str:
+        if self._sharded:
+            return ""
         with self._autocast:
             return locate(self._task, self._model, batch)
 
@@ -233,7 +251,7 @@ class FiniteCheck:
     def _first_bad_tensor(self) -> str:
         tensors = {**dict(self._model.named_buffers()), **dict(self._model.named_parameters())}
         # One result for all of them: on a GPU each one read is a sync point.
-        floats = [tensors[name] for name in self._checked_names if tensors[name].is_floating_point()]
+        floats = [values_of(tensors[name]) for name in self._checked_names if tensors[name].is_floating_point()]
         if not floats or bool(torch.stack([torch.isfinite(tensor).all() for tensor in floats]).all()):
             return ""
         return next(name for name in self._checked_names if not _finite(tensors[name]))
@@ -241,15 +259,6 @@ class FiniteCheck:
 
 def _no_item(step: int) -> str:
     return f"step {step}: loss() returned a count of 0 on every rank"
-
-
-def _loss_message(step: int, places: str) -> str:
-    if places:
-        return f"non-finite loss at step {step}: first in {places}; {_remedy(places)}"
-    return (
-        f"non-finite loss at step {step}: the same batch computed again gives finite numbers, so no module can be "
-        f"named; {AGAIN}"
-    )
 
 
 def locate(task: Task, model: nn.Module, batch: Any) -> str:

@@ -17,7 +17,7 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer
 from trainer.contract.errors import RequestError
 from trainer.contract.option_rules import flag_of, schedule_conflict, schedule_end
 from trainer.contract.options import Training
-from trainer.engine.ddp_model import trainable, with_sparse_gradient
+from trainer.engine.ddp_model import trainable, values_of, with_sparse_gradient
 from trainer.engine.loss_check import listed
 from trainer.engine.muon import MuonWithAdamW
 from trainer.engine.parameter_groups import parameter_groups
@@ -99,6 +99,8 @@ def _fused(params: list[Any], name: str) -> bool:
     # Adagrad's kernel for GPUs is not in all supported versions of torch; adadelta has none.
     devices = ("cpu",) if name == "adagrad" else ("cpu", "cuda")
     tensors = [tensor for group in params for tensor in (group["params"] if isinstance(group, dict) else [group])]
+    if name not in ("adam", "adamw") and any(values_of(tensor) is not tensor for tensor in tensors):
+        return False  # torch has the kernels of the others for whole parameters only
     return all(tensor.device.type in devices and tensor.is_floating_point() for tensor in tensors)
 
 

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 from trainer.contract.errors import RequestError
 from trainer.distributed.host_copies import HostCopy, begin_copy, host_copies
 from trainer.engine import reports
-from trainer.engine.ddp_model import coalesce, gradients, values_of, with_sparse_gradient
+from trainer.engine.ddp_model import Strategy, coalesce, gradients, values_of, with_sparse_gradient
 from trainer.engine.loss_check import listed, require_same_parameters
 from trainer.engine.worker_context import WorkerContext
 
@@ -27,21 +26,19 @@ _INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 class ParameterUse:
     """Check of the gradients of each step, which costs nothing: they are listed for their norm anyway."""
 
-    def __init__(
-        self, model: nn.Module, *, raw_model: nn.Module, parameters: Sequence[nn.Parameter], ctx: WorkerContext
-    ) -> None:
+    def __init__(self, strategy: Strategy, *, parameters: Sequence[nn.Parameter], ctx: WorkerContext) -> None:
         self._ctx = ctx
-        self._model = raw_model
+        self._model = strategy.module
         self._parameters = parameters
-        self._names = {name for name, _ in raw_model.named_parameters()}
-        self._all_reduced = isinstance(model, DDP) and not (model.find_unused_parameters or model.static_graph)
-        """Whether DDP waits for the gradient of every parameter."""
-        self._sparse = bool(with_sparse_gradient(raw_model))
+        self._names = {name for name, _ in self._model.named_parameters()}
+        self._all_reduced = strategy.needs_all_gradients
+        self._cure = "" if strategy.sharded else "give --find-unused-parameters, or "
+        self._sparse = bool(with_sparse_gradient(self._model))
         self._first = True
         self._known: set[str] = set()
         """Parameters that were reported already."""
         # The reduced gradients are the same on all ranks; of sharded ones each rank has a part.
-        observes = ctx.rank == 0 and not any(hasattr(each, "to_local") for each in parameters)
+        observes = ctx.rank == 0 and not strategy.sharded
         self._observed = 0 if observes else OBSERVED_STEPS
         self._moved: Tensor | None = None
         """Whether each parameter has had a gradient other than zero, ``[parameters]``, on the device."""
@@ -93,11 +90,11 @@ class ParameterUse:
             matched = _INDICES.search(str(error))
             indices = [int(index) for index in matched[1].split()] if matched else []
             known = [self._name(self._parameters[index]) for index in indices if index < len(self._parameters)]
-            raise RequestError(_refusal(known, "the step before")) from error
+            raise RequestError(self._refusal(known, "the step before")) from error
 
     def _report(self, names: list[str], step: int) -> None:
         if self._all_reduced:
-            raise RequestError(_refusal(names, f"step {step}"))
+            raise RequestError(self._refusal(names, f"step {step}"))
         if self._ctx.world_size == 1:
             self._known.update(names)
             reports.finding(
@@ -112,9 +109,8 @@ class ParameterUse:
     def _name(self, parameter: nn.Parameter) -> str:
         return next((name for name, each in self._model.named_parameters() if each is parameter), "a parameter")
 
-
-def _refusal(names: list[str], step: str) -> str:
-    return (
-        f"{step} does not use {listed(names) or 'a parameter'}, whose gradient the ranks wait for: give "
-        "--find-unused-parameters, or freeze it with requires_grad_(False)"
-    )
+    def _refusal(self, names: list[str], step: str) -> str:
+        return (
+            f"{step} does not use {listed(names) or 'a parameter'}, whose gradient the ranks wait for: {self._cure}"
+            "freeze it with requires_grad_(False)"
+        )

@@ -18,11 +18,11 @@ from trainer.data.batches import EpochBatches, EvalBatches
 from trainer.data.dataset import AnyDataset, SizedDataset, is_stream
 from trainer.data.loader import BatchLoader
 from trainer.data.seeds import seed_all
-from trainer.data.shares import DEFAULT_BATCH_SIZE, TokenLimit, rank_batch_sizes
+from trainer.data.shares import TokenLimit, rank_batch_sizes
 from trainer.data.stream_batches import StreamBatches, StreamEvalBatches
 from trainer.engine import reports, task_state
 from trainer.engine.data_sample import DataSample, require_same_data
-from trainer.engine.ddp_model import checkpoint_activations, require_trainable
+from trainer.engine.ddp_model import Replicated, Strategy, checkpoint_activations, require_trainable
 from trainer.engine.loss_check import SampleBatches, read_sample_batches
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task
@@ -87,6 +87,15 @@ def build_model(task: Task, options: Training, data: TrainingData) -> nn.Module:
     return model
 
 
+def strategy_of(task: Task, model: nn.Module, options: Training, ctx: WorkerContext) -> Strategy:
+    """Prepare a task's model for training, in the way of ``--strategy``."""
+    if options.strategy == "ddp":
+        return Replicated(model, options, ctx)
+    from trainer.engine.sharded_model import FullySharded  # imports DTensor, which takes long
+
+    return FullySharded(task, model, options, ctx)
+
+
 def require_same_on_ranks(task: Task, samples: Mapping[str, DataSample], ctx: WorkerContext) -> None:
     """Wait until all ranks have data and model; require the same request, data and state of the task."""
     several = ctx.world_size > 1
@@ -118,7 +127,12 @@ def require_batches_for_norms(
                 "the model has a batch norm, which needs batches of at least 2 samples, but --max-tokens may make one "
                 "of 1: give a --batch-size alone"
             ) from None
-        if min(options.batch_size or (DEFAULT_BATCH_SIZE,)) == 1:
+        if options.batch_size == "balanced":
+            raise RequestError(
+                "the model has a batch norm, which needs batches of at least 2 samples, but a share of --batch-size "
+                "balanced may be 1: give a --batch-size of one value per rank"
+            ) from None
+        if isinstance(options.batch_size, tuple) and min(options.batch_size) == 1:
             raise RequestError("the model has a batch norm, which needs a --batch-size of at least 2") from None
         raise RequestError(
             f"the training data has {len(dataset)} samples, whose last batch is 1 sample on a rank, and the model's "
@@ -130,18 +144,13 @@ def require_batches_for_norms(
             buffer.copy_(before)
 
 
-def batch_sizes(options: Training, world_size: int) -> tuple[int, ...]:
-    """Return the samples per micro-step of each rank; the default with ``--max-tokens``, where they vary."""
-    return rank_batch_sizes(None if options.max_tokens else options.batch_size, world_size)
-
-
 def training_batches(
     task: Task, dataset: AnyDataset, options: Training, ctx: WorkerContext
 ) -> EpochBatches | StreamBatches:
     """Return the training batches of this rank; refuse options that do not fit the data or the number of ranks."""
     common: dict[str, Any] = {
         "collate": task.collate,
-        "batch_sizes": batch_sizes(options, ctx.world_size),
+        "batch_sizes": rank_batch_sizes(options, ctx.world_size),
         "rank": ctx.rank,
         "seed": options.seed,
         "num_workers": options.num_workers,
@@ -157,6 +166,7 @@ def training_batches(
             limit=limit,
             curriculum=options.curriculum,
             fix_batches=options.fix_batches_to_gpus,
+            balanced=options.batch_size == "balanced",
             **common,
         )
     for flag in ("max_tokens", "curriculum", "fix_batches_to_gpus"):
@@ -165,6 +175,11 @@ def training_batches(
                 f"--{flag.replace('_', '-')} needs samples by index, but the training data is a stream, which is read "
                 "in its own order: give the dataset __getitem__ and __len__, or leave the flag out"
             )
+    if options.batch_size == "balanced":
+        raise RequestError(
+            "--batch-size balanced needs samples by index, but the training data is a stream, which each rank divides "
+            "by itself: give the dataset __getitem__ and __len__, or a --batch-size of one value per rank"
+        )
     warn = partial(reports.finding, ctx, "data_length", severity="warning")
     batches = StreamBatches(dataset, exchange=distributed.all_gather_list, warn=warn, **common)
     if batches.length is None and not (options.max_updates or options.stop_time):
@@ -180,7 +195,7 @@ def evaluation_batches(
 ) -> dict[str, EvalBatches | StreamEvalBatches]:
     """Return this rank's batches of every split but ``train``."""
     limit = None if options.valid_batch_size else token_limit(options)
-    largest = max(batch_sizes(options, ctx.world_size))
+    largest = max(rank_batch_sizes(options, ctx.world_size))
     batches: dict[str, EvalBatches | StreamEvalBatches] = {}
     for split, dataset in splits.items():
         if split == "train":
@@ -205,6 +220,7 @@ def token_limit(options: Training) -> TokenLimit | None:
     """Return the limits on a batch's tokens and samples; None without ``--max-tokens``."""
     if not options.max_tokens:
         return None
+    assert options.batch_size != "balanced", "refused with --max-tokens"
     (most,) = options.batch_size or (0,)
     return TokenLimit(max_tokens=options.max_tokens, max_samples=most, multiple=options.required_batch_size_multiple)
 

@@ -38,6 +38,7 @@ class _Position(msgspec.Struct):
     stream: Annotated[int, Meta(ge=0, le=1)] = 0
     shards: Count = 0
     head: str = ""
+    stream_state: dict[str, Any] | None = None
 
 
 class _Schedule(msgspec.Struct):
@@ -74,6 +75,13 @@ class DataDigests(msgspec.Struct):
     """Those of the other splits; absent from checkpoints of earlier versions."""
 
 
+class SavedShares(msgspec.Struct, frozen=True):
+    """Balanced shares of the ranks, and most samples that the memory of each holds, 0 if not known."""
+
+    shares: list[Annotated[int, Meta(ge=1, le=2**53)]] = []
+    bounds: list[Count] = []
+
+
 class CheckpointEntries(msgspec.Struct):
     """Entries of a checkpoint; those of type ``Any`` are compared with the model and the optimizer."""
 
@@ -94,6 +102,8 @@ class CheckpointEntries(msgspec.Struct):
     recipe: str
     task_state: dict[str, Any] | None = None
     """State of the task; absent from checkpoints of earlier versions."""
+    shares: SavedShares = SavedShares()
+    """Absent where they are not balanced."""
     plain: dict[str, Any] | None = None
     """The plain weights of the parameters, if ``model`` has their average."""
 

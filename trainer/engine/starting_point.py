@@ -75,7 +75,10 @@ def _read(options: Training) -> StartingPoint:
     if options.resume or options.eval_only:
         flag, named = ("--resume", options.resume) if options.resume else ("--eval-only", options.eval_only)
         try:
-            path, state, passed_over = open_checkpoint(Path(str(named)), flag=flag, run=options.checkpoint_run)
+            mapped = options.strategy == "fsdp"  # not even rank 0 may have memory for all of it
+            path, state, passed_over = open_checkpoint(
+                Path(str(named)), flag=flag, run=options.checkpoint_run, mapped=mapped
+            )
         except RequestError as error:
             return StartingPoint(source=str(named), refused=error)
         notes = [*passed_over, _whose(Path(str(named)), path, state, options.checkpoint_run)]

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer.checkpoint import CheckpointError, copy_to_cpu
-from trainer.contract.errors import RequestError, quoted
+from trainer.contract.errors import MachineNotReadyError, RequestError, quoted
 from trainer.distributed.encoding import encode
 from trainer.engine.data_sample import hex_digest
 from trainer.tasks.task import Task
@@ -43,6 +43,8 @@ def restore(task: Task, state: Mapping[str, Any], *, source: str) -> None:
     """Restore a state of a checkpoint, before the task reads its data."""
     try:
         task.load_state_dict(state)
+    except MachineNotReadyError:
+        raise
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         text = str(error) if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
         raise RequestError(f"{source} does not fit this task: entry {TASK_STATE}: {' '.join(text.split())}") from None

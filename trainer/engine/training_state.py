@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.checkpoint import fit, load_weights
-from trainer.contract.errors import RequestError
+from trainer.checkpoint import copy_to_cpu, fit, load_weights
+from trainer.contract.errors import CheckpointError, RequestError
 from trainer.contract.options import Training
 from trainer.contract.outcome import SEED_ON_RESUME
 from trainer.engine import reports
@@ -31,6 +31,7 @@ from trainer.engine.resuming import (
     resume_rng,
     seed_effect,
 )
+from trainer.engine.share_balance import ShareBalance
 from trainer.engine.starting_point import StartingPoint
 from trainer.engine.task_state import TASK_STATE, difference, state_of, without_task_state
 from trainer.engine.validation import Validator
@@ -54,12 +55,15 @@ class TrainingState:
     data: TrainingData
     validation: Validator
     saving: Saving
+    balance: ShareBalance
     updates: int = 0
     """Optimizer steps done."""
     reports_unrepeatable: bool = False
     """Whether it was reported that the data draws random numbers of its own."""
     validated_at: int = -1
     """Optimizer steps done at the last validation; -1 before the first."""
+    _unsaved_stream: bool = False
+    """Whether it was reported that a checkpoint cannot hold the state of the stream."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the entries of a checkpoint, except random states; call this while the weight average is in place."""
@@ -86,7 +90,8 @@ class TrainingState:
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "position": self.data.train.state_dict(),
+            "position": self._position(),
+            **({"shares": shares} if (shares := self.balance.state_dict()) else {}),
             "best": self.validation.best.state_dict(),
             "validated_at": self.validated_at,
             "data": {
@@ -95,6 +100,19 @@ class TrainingState:
             },
             TASK_STATE: state_of(self.task),
         }
+
+    def _position(self) -> dict[str, Any]:
+        """Return the position in the training data, without a stream's own state if a checkpoint cannot hold it."""
+        position = self.data.train.state_dict()
+        try:
+            copy_to_cpu(position.get("stream_state"))
+        except CheckpointError as error:
+            del position["stream_state"]
+            if not self._unsaved_stream:
+                how = "a resumed training reads the samples already seen again and skips them"
+                reports.finding(self.ctx, "stream_state", f"state_dict() of the training data: {error}; {how}")
+            self._unsaved_stream = True
+        return position
 
     def require_fit(self, state: Mapping[str, Any], *, source: str) -> CheckpointEntries:
         """Return a checkpoint's entries; raise if this training could not continue exactly from it. Changes nothing."""
@@ -175,6 +193,7 @@ class TrainingState:
         self.scaler.load_state_dict(entries.scaler)
         if not fresh_data:
             self.data.train.load_state_dict(state["position"])
+        self.balance.load_state_dict(entries.shares)
         self.schedule.begin_epoch(self.data.train.position.epoch)
         if not fresh_best:
             self.validation.best.load_state_dict(state["best"])

@@ -42,13 +42,13 @@ from trainer.engine.compared_options import task_request, training_request
 from trainer.engine.end_conditions import TrainingOutcome
 from trainer.engine.loop import Loop
 from trainer.engine.non_finite import NonFiniteError
-from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory
+from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory, less_memory
 from trainer.engine.starting_point import StartingPoint, open_start
 from trainer.engine.task_state import TASK_STATE
 from trainer.engine.worker_context import WorkerContext
 from trainer.environments import slurm_step
 from trainer.host.cores import usable_cores
-from trainer.host.memory import keep_freed_memory
+from trainer.host.memory import keep_freed_memory, return_freed_memory
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
 
@@ -125,10 +125,13 @@ class _Rank:
     def _train(self) -> TrainingOutcome:
         assignment = self.assignment
         self.set_state("joining")
-        keep_freed_memory()
         spec = assignment.spec
         assert spec is not None
         options = spec.training
+        if options.strategy == "fsdp":
+            return_freed_memory()
+        else:
+            keep_freed_memory()
         torch.set_num_threads(options.threads or usable_cores(assignment.local_world_size))
         prepare_environment(options)  # before anything touches CUDA
         device = distributed.bind_device(assignment.device_id)
@@ -150,6 +153,8 @@ class _Rank:
             request=training_request(options),
             on_waiting=self._report_missing if assignment.rank == 0 else None,
             on_lost=self._end_lost_peer,
+            on_unheard=self._report_unheard,
+            step=lambda: self.step(),
         )
         self.set_state("ready")
         task, request = self._task(spec)
@@ -218,10 +223,13 @@ class _Rank:
             reports.finding(loop.ctx, "warm_start", f"{file} is not read again: this run resumes" if file else "")
             return
         differs = loop.state.difference_from(start)
+
         # Rank 0 reads and sends: the others need no file, and cannot read a different one.
-        weights, misfits = distributed.from_master(
-            lambda: loop.state.fitting_weights(file, partial=options.finetune_partial)
-        )
+        def fitting() -> dict[str, Any]:
+            weights, misfits = loop.state.fitting_weights(file, partial=options.finetune_partial)
+            return {"model": weights, "misfits": misfits}
+
+        weights, misfits = map(loop.strategy.spread(fitting).__getitem__, ("model", "misfits"))
         loop.state.begin_with(weights)
         took = f"the model starts from {len(weights)} weights of {file}"
         reports.finding(loop.ctx, "warm_start", f"{took}; not loaded: {misfits}" if misfits else took)
@@ -240,7 +248,8 @@ class _Rank:
         if not options.resume:
             return
         # Rank 0 has read it and sends it.
-        source, state, passed_over = distributed.from_master(lambda: _require_fitting(loop, start))
+        source, passed_over = distributed.from_master(lambda: _require_fitting(loop, start))
+        state = loop.strategy.spread(lambda: start.checkpoint().state)
         # A run that continues from its own checkpoint has made the resets of its options already.
         own_checkpoint = distributed.from_master(lambda: self._is_own(source))
         loop.state.load_state_dict(state, source=source, own_checkpoint=own_checkpoint)
@@ -287,6 +296,9 @@ class _Rank:
             f"{len(joined)} of {len(joined) + len(missing)} have joined"
         )
 
+    def _report_unheard(self, ranks: list[int]) -> None:
+        self.writer.write(record.Unheard(time=time.time(), rank=self.assignment.rank, ranks=ranks))
+
     def _end_lost_peer(self, why: str) -> None:
         """Record the loss of a peer and end the process, whose training thread may be blocked in NCCL."""
         last = flight_recorder.dump()
@@ -322,6 +334,8 @@ class _Rank:
             step=self.step(),
             defect=not explained,
         )
+        if kind == "out_of_memory" and self.assignment.spec is not None:
+            failure.message += less_memory(self.assignment.spec.training, self.assignment.world_size)
         # Without a run directory the node agent prints the message, once for all ranks; a rank adds only a traceback.
         if not explained or self.run_dir is not None:
             text = failure.traceback or f"{type(error).__name__}: {error}"
@@ -336,8 +350,8 @@ class _Rank:
         return failure
 
 
-def _require_fitting(loop: Loop, start: StartingPoint) -> tuple[str, dict[str, Any], list[str]]:
-    """Return the file of the opened checkpoint, its state, and the reasons for passing over newer ones.
+def _require_fitting(loop: Loop, start: StartingPoint) -> tuple[str, list[str]]:
+    """Return the file of the opened checkpoint, and the reasons for passing over newer ones.
 
     If it could not be opened or does not fit, the message offers one beside it that does.
     """
@@ -346,7 +360,7 @@ def _require_fitting(loop: Loop, start: StartingPoint) -> tuple[str, dict[str, A
         loop.state.require_fit(opened.state, source=start.source)
     except RequestError as error:
         raise RequestError(f"{error}{_offer(loop, Path(start.source), loop.options.checkpoint_run)}") from None
-    return start.source, opened.state, opened.passed_over
+    return start.source, opened.passed_over
 
 
 def _offer(loop: Loop, source: Path, run: str) -> str:

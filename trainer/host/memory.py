@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,11 +124,23 @@ def keep_freed_memory() -> bool:
 
     By default a step's large blocks go back to the kernel, and are faulted in again at the next step.
     """
+    trim_bytes = 1 << 29  # free memory kept at the end of the heap: more than the temporaries of a step on CPU ranks
+    mmap_bytes = 1 << 25  # size from which a block gets its own mapping; the maximum that glibc allows
+    return _set_malloc({M_MMAP_THRESHOLD: mmap_bytes, M_TRIM_THRESHOLD: trim_bytes})
+
+
+def return_freed_memory() -> bool:
+    """Have glibc's malloc return each large block to the kernel, unless a user has configured it; return whether.
+
+    By default it keeps some, between which others are allocated: where a model's blocks are gathered and freed all the
+    time, the heap then grows to several times what is in use.
+    """
+    mmap_bytes = 1 << 20  # size from which a block gets its own mapping; once set, glibc does not raise it
+    return _set_malloc({M_MMAP_THRESHOLD: mmap_bytes})
+
+
+def _set_malloc(settings: Mapping[int, int]) -> bool:
     if any(name in os.environ for name in MALLOC_SETTINGS):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    if mallopt is None:
-        return False
-    trim_bytes = 1 << 29  # free memory kept at the end of the heap: more than the temporaries of a step on CPU ranks
-    mmap_bytes = 1 << 25  # size from which a block gets its own mapping; the maximum that glibc allows
-    return bool(mallopt(M_MMAP_THRESHOLD, mmap_bytes)) and bool(mallopt(M_TRIM_THRESHOLD, trim_bytes))
+    return mallopt is not None and all(mallopt(name, value) for name, value in settings.items())

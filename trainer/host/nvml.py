@@ -104,6 +104,8 @@ class RawGpu:
     uuid: str | None = None
     pci_bus_id: str | None = None
     name: str | None = None
+    capability: tuple[int, int] | None = None
+    """CUDA compute capability, such as 8 and 0."""
     power_limit_watts: float | None = None
     mig: bool = False
     compute_mode: int | None = None
@@ -248,6 +250,7 @@ class Nvml:
             uuid=self.text("nvmlDeviceGetUUID", device),
             pci_bus_id=None if pci is None else _decoded(pci.bus_id),
             name=self.text("nvmlDeviceGetName", device),
+            capability=self._capability(device),
             power_limit_watts=self._watts("nvmlDeviceGetEnforcedPowerLimit", device),
             mig=split and mig.value == 1,
             compute_mode=self.number("nvmlDeviceGetComputeMode", args=(device,)),
@@ -274,6 +277,11 @@ class Nvml:
             max_sm_clock_mhz=self.number("nvmlDeviceGetMaxClockInfo", args=clock),
             throttle_reasons=tuple(name for bit, name in THROTTLE_REASONS if mask & bit),
         )
+
+    def _capability(self, device: Any) -> tuple[int, int] | None:
+        major, minor = c_int(0), c_int(0)
+        done = self.call("nvmlDeviceGetCudaComputeCapability", device, byref(major), byref(minor)) == DONE
+        return (major.value, minor.value) if done else None
 
     def _watts(self, name: str, device: Any) -> float | None:
         milliwatts = self.number(name, args=(device,))

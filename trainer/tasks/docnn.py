@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trainer.contract.errors import RequestError, nearest
 from trainer.contract.task_options import DocNNOptions
 from trainer.data.dataset import SizedDataset
-from trainer.tasks.task import Task, class_predictions, classification_loss
+from trainer.tasks.classification import Classifier, class_predictions
 from trainer.tasks.tsv import LabelledSentence, Table, read_tsv
 
 UNKNOWN, PAD = 0, 1
@@ -83,13 +83,11 @@ class DocNN(nn.Module):
         return logits
 
 
-class DocNNTask(Task):
+class DocNNTask(Classifier):
     """``--task docnn``: classify the sentences of TSV files."""
 
     Options = DocNNOptions
     options: DocNNOptions
-    count_per_sample = 1
-    loss_unit = "nats"
 
     def __init__(self, options: DocNNOptions) -> None:
         super().__init__(options)
@@ -99,14 +97,16 @@ class DocNNTask(Task):
         self._note = ""
 
     def data_note(self) -> str:
-        return self._note
+        return "; ".join(filter(None, [self._note, super().data_note()]))
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the words in the order of their indices, one a line, and the labels in the order of the classes."""
-        return {"words": "\n".join(self._vocabulary.words), "labels": list(self._vocabulary.labels)}
+        learnt = {"words": "\n".join(self._vocabulary.words), "labels": list(self._vocabulary.labels)}
+        return {**learnt, **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Use these words and labels in place of those of the training file."""
+        super().load_state_dict(state)
         words = state["words"].split("\n") if state["words"] else []
         labels = {label: index for index, label in enumerate(state["labels"])}
         self._vocabulary = self._restored = Vocabulary({word: index + 2 for index, word in enumerate(words)}, labels)
@@ -136,6 +136,9 @@ class DocNNTask(Task):
             _refuse_unseen_labels(paths[split] or "", held_out, vocabulary)
         self._vocabulary = vocabulary
         self._splits = {split: Sentences(held, vocabulary) for split, held in rows.items()}
+        self.weigh_classes(
+            torch.tensor(self._splits["train"].classes), list(vocabulary.labels), source=options.train_path
+        )
         return self._splits
 
     def model(self) -> nn.Module:
@@ -158,9 +161,9 @@ class DocNNTask(Task):
         words = pad_sequence([words for words, _ in samples], batch_first=True, padding_value=PAD)
         return words, torch.tensor([label for _, label in samples])
 
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, Mapping[str, Tensor]]:
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:
         words, classes = batch
-        return classification_loss(model(words), classes)
+        return self.class_loss(model, model(words), classes)
 
     def predict(self, model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Return the label of each ``text`` and the probability of every label."""

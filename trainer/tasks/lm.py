@@ -1,32 +1,40 @@
-"""Byte-level language model: a Transformer decoder that predicts the next byte of any text.
+"""Language model: a Transformer decoder that predicts the next token of any text, which is a byte by default.
 
-Shapes: B samples, T bytes of context, D width, H heads, V = 256 byte values.
+Shapes: B samples, T tokens of context, D width, H heads, V tokens of the vocabulary: 256 byte values by default.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.contract.errors import RequestError
+from trainer.contract.task_files import require_tokenizers
 from trainer.contract.task_options import LmOptions
 from trainer.data.dataset import SizedDataset
-from trainer.tasks import cache
-from trainer.tasks.sources import Splits, read_pieces, text_splits
+from trainer.tasks import byte_bpe, cache
+from trainer.tasks.sources import Splits, bytes_of, read_pieces, text_splits
 from trainer.tasks.task import Task
+from trainer.tasks.tokenised_text import tokenise, tokenizer_of, vocabulary_size
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+BYTE_VALUES = 256
 
 
 class Windows:
-    """Dataset of consecutive windows of a text, each with the byte that follows it."""
+    """Dataset of consecutive windows of a text, each with the token that follows it."""
 
     def __init__(self, text: Tensor, context: int) -> None:
         assert len(text) > context
-        # Neighbours share one byte: the last target of one window is the first input of the next.
+        # Neighbours share one token: the last target of one window is the first input of the next.
         self.windows = text.unfold(0, context + 1, context)
         """A view ``[N, T + 1]`` of the mapped file: making it reads nothing."""
 
@@ -80,10 +88,9 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 class Decoder(nn.Module):
     """Embedding, blocks, and an output that shares the embedding's weights (Press and Wolf 2017)."""
 
-    def __init__(self, options: LmOptions) -> None:
+    def __init__(self, options: LmOptions, *, vocabulary: int) -> None:
         super().__init__()
-        byte_values = 256  # size of the vocabulary
-        self.embedding = nn.Embedding(byte_values, options.dim)
+        self.embedding = nn.Embedding(vocabulary, options.dim)
         self.cosine: Tensor
         self.sine: Tensor
         cosine, sine = _angles(options.context, options.dim // options.heads)
@@ -99,7 +106,7 @@ class Decoder(nn.Module):
         """Initialise as GPT-2: N(0, 0.02), scaled down for projections into the residual stream.
 
         The embedding, which is also the output layer, starts smaller, so that logits are near 0 and the first loss
-        near ln 256 = 5.55 nats.
+        near ln V: 5.55 nats for bytes.
         """
         for name, parameter in self.named_parameters():
             if name == "embedding.weight":
@@ -112,7 +119,7 @@ class Decoder(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Map bytes ``[B, T]`` to logits ``[B, T, V]`` of the byte that follows each."""
+        """Map tokens ``[B, T]`` to logits ``[B, T, V]`` of the token that follows each."""
         length = text.shape[1]
         angles = self.cosine[:length], self.sine[:length]
         x = self.embedding(text)
@@ -130,7 +137,7 @@ def _angles(context: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 class LanguageModel(Task):
-    """``--task lm``: next-byte prediction on any text."""
+    """``--task lm``: prediction of the next byte or token on any text."""
 
     Options = LmOptions
     options: LmOptions
@@ -140,44 +147,88 @@ class LanguageModel(Task):
         super().__init__(options)
         self.count_per_sample = options.context
         self._splits: dict[str, Windows] = {}
+        self._tokenizer: Tokenizer | None = None
+        """None: the tokens are bytes."""
+        self._restored: str | None = None
+        self._bytes_per_token = 1.0
+        """Of the text that is validated on."""
+        self._note = ""
+
+    def data_note(self) -> str:
+        return self._note
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the tokenizer, if there is one."""
+        return {} if self._tokenizer is None else {"tokenizer": self._tokenizer.to_str()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if (saved := state.get("tokenizer")) is not None:
+            require_tokenizers("a tokenizer of task lm")
+            self._restored = str(saved)
+            self._tokenizer = tokenizer_of(self._restored, "the checkpoint's tokenizer")
 
     def datasets(self) -> Mapping[str, SizedDataset]:
         options = self.options
-        texts = byte_tensors(text_splits(options))
+        splits = text_splits(options)
+        texts, unit = self._tokens(splits)
         for split, text in texts.items():
             if len(text) > options.context:
                 continue
-            needed = f"a window needs {options.context + 1} (context {options.context} and the byte to predict)"
+            needed = f"a window needs {options.context + 1} (context {options.context} and the {unit} to predict)"
             if split == "valid" and options.valid_data is None:
                 raise RequestError(
-                    f"{options.data}: its held-out end has {len(text)} bytes, but {needed}; "
+                    f"{options.data}: its held-out end has {len(text)} {unit}s, but {needed}; "
                     "raise valid_fraction (0: no validation) or lower context"
                 )
             where, use = (options.data, "learn") if split == "train" else (options.valid_data, "validate on")
-            raise RequestError(f"{where}: {len(text)} bytes to {use}, but {needed}")
+            raise RequestError(f"{where}: {len(text)} {unit}s to {use}, but {needed}")
         self._splits = {split: Windows(text, options.context) for split, text in texts.items()}
         return self._splits
+
+    def _tokens(self, splits: Splits) -> tuple[dict[str, Tensor], str]:
+        """Return the tokens ``[N]`` of each split, and what a token is."""
+        options = self.options
+        if options.tokenizer is None and options.vocab_size is None and self._restored is None:
+            return byte_tensors(splits), "byte"
+        require_tokenizers("a tokenizer of task lm")
+        kind = byte_bpe.kind_of(vocab_size=options.vocab_size)
+        tokenised = tokenise(kind, splits, file=options.tokenizer, restored=self._restored)
+        self._tokenizer, texts = tokenised.tokenizer, tokenised.texts
+        measured = "valid" if "valid" in splits else "train"
+        self._bytes_per_token = bytes_of(splits[measured]) / max(len(texts[measured]), 1)
+        source = "of the checkpoint" if self._restored else options.tokenizer or f"trained on {options.data}"
+        size = f"{vocabulary_size(self._tokenizer):,} tokens, {self._bytes_per_token:.3g} bytes per token"
+        self._note = f"tokenizer {source}: {size}"
+        return texts, "token"
 
     def sizes(self, split: str) -> Sequence[int]:
         return [self.options.context] * len(self._splits[split])
 
     def model(self) -> nn.Module:
-        return Decoder(self.options)
+        return Decoder(self.options, vocabulary=vocabulary_size(self._tokenizer) if self._tokenizer else BYTE_VALUES)
 
     def checkpointed_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         assert isinstance(model, Decoder)
         return list(model.blocks)
 
     def collate(self, samples: Any) -> Tensor:
-        """Return bytes ``[B, T + 1]``; they stay bytes until they are on the device."""
+        """Return tokens ``[B, T + 1]``; bytes stay bytes until they are on the device."""
         return samples if isinstance(samples, Tensor) else torch.stack(samples)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, Mapping[str, Tensor]]:
-        """Return the summed cross-entropy in nats over all bytes of the batch ``[B, T + 1]``."""
+        """Return the summed cross-entropy in nats over all tokens of the batch ``[B, T + 1]``.
+
+        A validation's is without smoothing and z-loss, and has the bits per byte, by which tokenizers compare.
+        """
         text = batch.long()
-        logits = model(text[:, :-1])
-        total = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten(), reduction="sum")
-        return total, batch.shape[0] * (batch.shape[1] - 1), {}
+        logits = model(text[:, :-1]).flatten(0, 1)  # [B * T, V]
+        smoothing, z_loss = (self.options.label_smoothing, self.options.z_loss) if model.training else (0.0, 0.0)
+        total = F.cross_entropy(logits, text[:, 1:].flatten(), reduction="sum", label_smoothing=smoothing)
+        if z_loss:  # Chowdhery et al. 2022, section 5
+            log_z = logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(1)
+            total = total + z_loss * log_z.square().sum()
+        bits = {} if model.training else {"bits_per_byte": total.detach() / (math.log(2) * self._bytes_per_token)}
+        return total, batch.shape[0] * (batch.shape[1] - 1), bits
 
     def sample(self, model: nn.Module) -> str | None:
         if not self.options.sample_bytes:
@@ -190,7 +241,7 @@ class LanguageModel(Task):
         return decode_printable(text)
 
     def predict(self, model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Return each ``text`` continued by ``sample_bytes`` bytes."""
+        """Return each ``text`` continued by ``sample_bytes`` bytes, with a tokenizer by the tokens that reach them."""
         return [{"text": self._continued(model, str(row["text"])).decode("utf-8", "replace")} for row in rows]
 
     def _continued(self, model: nn.Module, prompt: str) -> bytes:
@@ -198,12 +249,25 @@ class LanguageModel(Task):
         device = next(model.parameters()).device
         # A separate generator, so that the random state of the training does not change.
         generator = torch.Generator().manual_seed(0)
-        text = list(prompt.encode() or b"\n")
+        tokens = self._encode(prompt or "\n") or [0]  # a tokenizer may drop white space
+        begun = len(tokens)
         for _ in range(self.options.sample_bytes):
-            seen = torch.tensor([text[-self.options.context :]], device=device)
+            if len(self._decode(tokens[begun:])) >= self.options.sample_bytes:
+                break
+            seen = torch.tensor([tokens[-self.options.context :]], device=device)
             logits = model(seen)[0, -1].float().cpu() / self.options.temperature
-            text.append(int(torch.multinomial(logits.softmax(0), 1, generator=generator)))
-        return bytes(text)
+            tokens.append(int(torch.multinomial(logits.softmax(0), 1, generator=generator)))
+        return self._decode(tokens)
+
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            return list(text.encode())
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _decode(self, tokens: Sequence[int]) -> bytes:
+        if self._tokenizer is None:
+            return bytes(tokens)
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False)).encode()
 
 
 def byte_tensors(splits: Splits) -> dict[str, Tensor]:

@@ -6,18 +6,24 @@ Shapes: B samples, L tokens, D width, H heads, V words of the vocabulary, P pred
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.contract.errors import RequestError
+from trainer.contract.task_files import require_tokenizers
 from trainer.contract.task_options import MaskedLmOptions
 from trainer.data.dataset import SizedDataset
 from trainer.tasks import wordpiece
+from trainer.tasks.classification import classification_loss
 from trainer.tasks.sources import text_splits
-from trainer.tasks.task import Task, classification_loss
+from trainer.tasks.task import Task
+from trainer.tasks.tokenised_text import tokenise, tokenizer_of
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 class BertSize(NamedTuple):
@@ -28,6 +34,7 @@ class BertSize(NamedTuple):
     heads: int
 
 
+MASK = "[MASK]"
 PRESETS = {"tiny": BertSize(2, 128, 2), "base": BertSize(12, 768, 12)}
 
 
@@ -133,24 +140,25 @@ class MaskedLanguageModel(Task):
         self.vocabulary: wordpiece.WordPieceVocabulary
         """Vocabulary of ``datasets``."""
         self._splits: dict[str, Sequences] = {}
-        self._tokenizer: str
+        self._tokenizer: Tokenizer
         self._restored: str | None = None
 
     def state_dict(self) -> Mapping[str, Any]:
-        return {"tokenizer": self._tokenizer}
+        return {"tokenizer": self._tokenizer.to_str()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._restored = str(state["tokenizer"])
+        require_tokenizers("task masked_lm")
+        self._restored, source = str(state["tokenizer"]), "the checkpoint's tokenizer"
+        self._tokenizer = tokenizer_of(self._restored, source)
+        self.vocabulary = wordpiece.vocabulary_of(self._tokenizer, source=source)
 
     def datasets(self) -> Mapping[str, SizedDataset]:
         options = self.options
-        self._tokenizer, self.vocabulary, texts = wordpiece.tokenise(
-            text_splits(options),
-            vocab=options.vocab,
-            vocab_size=options.vocab_size,
-            lowercase=options.lowercase,
-            restored=self._restored,
-        )
+        require_tokenizers("task masked_lm")
+        kind = wordpiece.kind_of(vocab_size=options.vocab_size, lowercase=options.lowercase)
+        tokenised = tokenise(kind, text_splits(options), file=options.vocab, restored=self._restored)
+        self._tokenizer, texts = tokenised.tokenizer, tokenised.texts
+        self.vocabulary = wordpiece.vocabulary_of(self._tokenizer, source="the tokenizer")
         needed = options.sequence_length - 2
         for split, tokens in texts.items():
             if len(tokens) < needed:
@@ -184,7 +192,41 @@ class MaskedLanguageModel(Task):
         tokens = tokens.long()
         inputs, predicted = self.mask(tokens, indices, training=model.training)
         targets = tokens.gather(1, predicted).flatten()
-        return classification_loss(model(inputs, predicted).flatten(0, 1), targets)  # of [B * P, V]
+        logits = model(inputs, predicted).flatten(0, 1)  # [B * P, V]
+        smoothing = self.options.label_smoothing if model.training else 0.0
+        return classification_loss(logits, targets, label_smoothing=smoothing)
+
+    def predict(self, model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return each ``text`` with every ``[MASK]`` replaced, and the five most probable tokens of each."""
+        return [self._fill(model, str(row["text"]), getattr(row, "where", "a row")) for row in rows]
+
+    def _fill(self, model: nn.Module, text: str, where: str) -> Mapping[str, Any]:
+        first, *others = text.split(MASK)
+        if not others:
+            raise RequestError(f"{where}: the text has no {MASK}, whose tokens are predicted")
+        # Each part alone: a trained tokenizer knows no special token in a text, and would lower-case it.
+        tokens = [self.vocabulary.cls, *self._encode(first)]
+        places = []
+        for part in others:
+            places.append(len(tokens))
+            tokens += [self.vocabulary.mask, *self._encode(part)]
+        tokens.append(self.vocabulary.sep)
+        if len(tokens) > (limit := self.options.sequence_length):
+            raise RequestError(f"{where}: the text has {len(tokens)} tokens, but the model was trained on {limit}")
+        device = next(model.parameters()).device
+        logits = model(torch.tensor([tokens], device=device), torch.tensor([places], device=device))[0]
+        shares, ids = logits.float().softmax(dim=1).topk(min(5, self.vocabulary.size), dim=1)  # each [P, 5]
+        masks, filled = [], first
+        for row, part in zip(zip(ids.tolist(), shares.tolist(), strict=True), others, strict=True):
+            words = [self._tokenizer.id_to_token(each) or f"#{each}" for each in row[0]]  # ids may have gaps
+            masks.append({"token": words[0], "probabilities": dict(zip(words, row[1], strict=True))})
+            inner = words[0].startswith("##")  # it continues the word before it
+            filled = (filled.rstrip() + words[0][2:] if inner else filled + words[0]) + part
+        return {"text": filled, "masks": masks}
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
 
     def mask(self, tokens: Tensor, indices: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
         """Mask tokens ``[B, L]`` as BERT does: of the chosen ones 80 % become [MASK], 10 % a random token, 10 % stay.

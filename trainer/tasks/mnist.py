@@ -21,10 +21,11 @@ from trainer.contract.errors import RequestError
 from trainer.contract.task_files import idx_file, refuse_unreadable
 from trainer.contract.task_options import MnistOptions
 from trainer.data.dataset import SizedDataset
-from trainer.tasks.task import Task, class_predictions, classification_loss
+from trainer.tasks.classification import Classifier, class_predictions
 
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081
 """Mean and standard deviation of the training images' pixels, scaled to 0…1."""
+DIGITS = [str(digit) for digit in range(10)]
 
 
 class Images:
@@ -71,18 +72,17 @@ class MnistNet(nn.Module):
         return logits
 
 
-class MnistTask(Task):
+class MnistTask(Classifier):
     """``--task mnist``: read a digit from an image."""
 
     Options = MnistOptions
     options: MnistOptions
-    count_per_sample = 1
-    loss_unit = "nats"
 
     def datasets(self) -> Mapping[str, SizedDataset]:
         folder = Path(self.options.data)
         train, test = read_images(folder, "train"), read_images(folder, "t10k")
         splits = {"train": train, "test": test}
+        self.weigh_classes(train.digits, DIGITS, source=self.options.data)
         if self.options.valid_subset == "test":
             splits["valid"] = test
         return splits
@@ -96,9 +96,9 @@ class MnistTask(Task):
             return samples
         return torch.stack([image for image, _ in samples]), torch.stack([digit for _, digit in samples])
 
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int, Mapping[str, Tensor]]:
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:
         images, digits = batch
-        return classification_loss(model(images), digits)
+        return self.class_loss(model, model(images), digits)
 
     def parameter_groups(self, model: nn.Module) -> Sequence[Mapping[str, Any]]:
         """Return the output layer, which Muon does not train."""
@@ -119,7 +119,7 @@ class MnistTask(Task):
                 raise RequestError(f"{getattr(row, 'where', 'a row')}: pixels has {image.numel()} numbers, not 28 × 28")
             images.append(image.reshape(28, 28))
         logits = model(torch.stack(images).to(next(model.parameters()).device))
-        return class_predictions(logits, [str(digit) for digit in range(10)], "digit")
+        return class_predictions(logits, DIGITS, "digit")
 
 
 def read_images(folder: Path, split: str) -> Images:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from trainer.contract.errors import RequestError
@@ -59,6 +60,12 @@ def _line_end(path: Path, position: int) -> int:
         file.seek(position)
         line_end = file.read(4096).find(b"\n")
     return position + line_end + 1 if line_end >= 0 else position
+
+
+def bytes_of(pieces: Sequence[Piece]) -> int:
+    """Return the bytes that ``read_pieces`` yields."""
+    joints = sum(piece.path != before.path for before, piece in pairwise(pieces))
+    return joints + sum(piece.end - piece.start for piece in pieces)
 
 
 def read_pieces(pieces: Sequence[Piece]) -> Iterator[bytes]:

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, NoReturn
 
 import msgspec
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
@@ -94,6 +93,13 @@ class Task:
         """Return the modules that ``--activation-checkpointing`` recomputes in the backward pass; none in another."""
         return ()
 
+    def shard_modules(self, model: nn.Module) -> Sequence[nn.Module]:
+        """Return the modules by which ``--strategy fsdp`` divides the model; none for its largest repeated block.
+
+        Only one of them is whole on a rank at a time, besides what is in none of them.
+        """
+        return ()
+
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
         """Return the task's own optimizer; None for that of the options."""
         return None
@@ -173,23 +179,3 @@ def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     return f"a {type(value).__name__}"
-
-
-def class_predictions(logits: Tensor, labels: Sequence[str], name: str) -> list[dict[str, Any]]:
-    """Return for each row of logits ``[N, C]`` the most probable label, as ``name``, and all ``probabilities``."""
-    chosen, shares = logits.argmax(dim=1).tolist(), logits.float().softmax(dim=1).tolist()
-    return [
-        {name: labels[best], "probabilities": dict(zip(labels, each, strict=True))}
-        for best, each in zip(chosen, shares, strict=True)
-    ]
-
-
-def classification_loss(logits: Tensor, classes: Tensor) -> tuple[Tensor, int, Mapping[str, Tensor]]:
-    """Return the summed cross-entropy in nats, the number of items, and of those with the right class.
-
-    Args:
-        logits: ``[N, C]``.
-        classes: ``[N]``, int64.
-    """
-    correct = (logits.detach().argmax(dim=1) == classes).sum()
-    return F.cross_entropy(logits, classes, reduction="sum"), classes.numel(), {"accuracy": correct}

@@ -1,23 +1,15 @@
-"""WordPiece vocabulary of the masked language model, trained or loaded, and the cached tokenised text."""
+"""WordPiece vocabulary of the masked language model, trained or loaded."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from trainer.contract.errors import RequestError
-from trainer.contract.task_files import require_file
-from trainer.tasks import cache
-from trainer.tasks.sources import Piece, Splits, read_pieces
+from trainer.tasks.sources import Piece, read_pieces
+from trainer.tasks.tokenised_text import TokenizerKind, read_vocabulary_file, tokenizer_of, vocabulary_size
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -34,58 +26,27 @@ class WordPieceVocabulary(NamedTuple):
     mask: int
 
 
-class TokenisedText(NamedTuple):
-    """A tokenizer and what it made of a text."""
+def kind_of(*, vocab_size: int, lowercase: bool) -> TokenizerKind:
+    """Return the WordPiece of these options."""
+    return TokenizerKind(
+        name="wordpiece2",
+        settings=[vocab_size, lowercase],
+        option="vocab",
+        load=lambda path: load(path, lowercase),
+        train=lambda pieces: train(pieces, vocab_size, lowercase),
+        read=_lines,
+        separator="[SEP]",
+    )
 
-    tokenizer: str
-    """The tokenizer as the JSON of the package ``tokenizers``."""
-    vocabulary: WordPieceVocabulary
-    texts: dict[str, Tensor]
-    """Per split its tokens ``[N]``, int32, with [SEP] between two files."""
 
-
-def tokenise(
-    splits: Splits, *, vocab: str | None, vocab_size: int, lowercase: bool, restored: str | None = None
-) -> TokenisedText:
-    """Tokenise each split, or map it from the cache.
+def vocabulary_of(tokenizer: Tokenizer, *, source: str) -> WordPieceVocabulary:
+    """Return size and special tokens of a tokenizer.
 
     Raises:
-        RequestError: the package ``tokenizers`` is missing, the vocabulary file is not one, or it is another one than
-            the checkpoint's.
+        RequestError: it lacks one of them.
     """
-    if importlib.util.find_spec("tokenizers") is None:
-        raise RequestError("task masked_lm needs the package tokenizers: pip install 'gputrain[tokenizers]'")
-    vocab_path = require_file(vocab) if vocab is not None else None
-    inputs = {
-        **cache.fingerprint_splits(splits),
-        "vocab": cache.fingerprint([vocab_path]) if vocab_path else vocab_size,
-        "lowercase": lowercase,
-    }
-    if restored is not None:
-        if vocab_path and load(vocab_path, lowercase).to_str() != restored:
-            raise RequestError(
-                f"{vocab_path} is not the vocabulary that the weights were trained with; leave vocab out to use theirs"
-            )
-        inputs["restored"] = hashlib.sha256(restored.encode()).hexdigest()
-
-    def build(folder: Path) -> None:
-        if restored is not None:
-            tokenizer = from_json(restored, "the checkpoint's entry task_state")
-        else:
-            tokenizer = load(vocab_path, lowercase) if vocab_path else train(splits["train"], vocab_size, lowercase)
-        tokenizer.save(str(folder / "tokenizer.json"))
-        for split, pieces in splits.items():
-            _tokenise(tokenizer, pieces, folder / f"{split}.bin")
-
-    folder = cache.entry("wordpiece1", inputs, build)
-
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    words = tokenizer.get_vocab()
-    texts = {split: cache.mapped(folder / f"{split}.bin", torch.int32) for split in splits}
-    vocabulary = WordPieceVocabulary(max(words.values()) + 1, words["[CLS]"], words["[SEP]"], words["[MASK]"])
-    return TokenisedText(tokenizer.to_str(), vocabulary, texts)
+    words = _with_special_tokens(tokenizer, source).get_vocab()
+    return WordPieceVocabulary(vocabulary_size(tokenizer), words["[CLS]"], words["[SEP]"], words["[MASK]"])
 
 
 def train(pieces: Sequence[Piece], size: int, lowercase: bool) -> Tokenizer:
@@ -115,25 +76,11 @@ def train(pieces: Sequence[Piece], size: int, lowercase: bool) -> Tokenizer:
 
 def load(path: Path, lowercase: bool) -> Tokenizer:
     """Read a ``tokenizer.json`` of the package, or BERT's ``vocab.txt`` with one word per line."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path} is not a vocabulary: not UTF-8 text") from error
+    text = read_vocabulary_file(path)
     if path.suffix == ".json":
-        return from_json(text, str(path))
+        return _with_special_tokens(tokenizer_of(text, str(path)), str(path))
     words = {word.strip(): index for index, word in enumerate(text.splitlines())}
     return _with_special_tokens(_untrained(words, lowercase), str(path))
-
-
-def from_json(text: str, source: str) -> Tokenizer:
-    """Return the tokenizer that the package ``tokenizers`` wrote as JSON."""
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_str(text)
-    except Exception as error:  # the package raises nothing more precise
-        raise RequestError(f"{source} is not a tokenizer of the package tokenizers: {error}") from error
-    return _with_special_tokens(tokenizer, source)
 
 
 def _with_special_tokens(tokenizer: Tokenizer, source: str) -> Tokenizer:
@@ -164,16 +111,3 @@ def _lines(pieces: Sequence[Piece]) -> Iterator[str]:
         yield from (text for line in whole if (text := line.decode("utf-8", errors="replace").strip()))
     if text := rest.decode("utf-8", errors="replace").strip():
         yield text
-
-
-def _tokenise(tokenizer: Tokenizer, pieces: Sequence[Piece], path: Path) -> None:
-    lines_per_batch = 2048  # lines per call of the tokenizer, which splits them over its threads
-    separator = array("i", [tokenizer.get_vocab()["[SEP]"]])
-    with path.open("wb") as file:
-        for index, piece in enumerate(pieces):
-            if index:
-                separator.tofile(file)
-            lines = _lines([piece])
-            while batch := list(islice(lines, lines_per_batch)):
-                for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
-                    array("i", encoding.ids).tofile(file)

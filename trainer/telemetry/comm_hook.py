@@ -306,7 +306,7 @@ class BucketHook:
         first = bucket.index() == 0
         if first:
             self._follow_join()
-        if not self._measuring or self._matching:
+        if not self._measuring or self._matching or self._clock.is_capturing():
             return None
         buffer = bucket.buffer()
         return self._ready(buffer, self._norm(buffer) if self._detailed else None, first=first)

@@ -38,10 +38,14 @@ class Fingerprint:
     buffers: tuple[int, ...]
     non_finite: bool
     """Whether a parameter is NaN or infinite: equal bits of such parameters are no sign of health."""
+    divided: bool = False
+    """Whether the parameters are divided among the ranks, and not compared."""
 
     def event(self, *, time: float, rank: int, step: int) -> Checksum:
         """Return the event of the record, with the digests in hexadecimal."""
         parameters, buffers = (f"{digest % (1 << 64):016x}" for digest in self.digests)
+        if self.divided:
+            parameters = ""
         return Checksum(
             time=time, rank=rank, step=step, parameters=parameters, buffers=buffers, non_finite=self.non_finite
         )
@@ -60,13 +64,15 @@ class ReplicatedTensors:
     """Tensors of a model that should be equal on all ranks.
 
     They are collected once, and again after one was replaced or moved: collecting costs as much as the checksum.
-    Parameters of a module that is added later are not seen before that; DDP does not see them either.
+    Parameters of a module that is added later are not seen before that; DDP does not see them either. Of a parameter
+    that is divided among the ranks, this rank's part is only checked to be finite.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.parameters: list[_ModelTensor] = []
         self.buffers: list[_ModelTensor] = []
+        self._parts: list[_ModelTensor] = []
         self._collected = False
         self._addresses: list[int] = []
         """Of each tensor's memory."""
@@ -100,7 +106,7 @@ class ReplicatedTensors:
             # With wrap-around: sums that differ have equal digests once in 2^64.
             weighted = self._sums * self._weights
             digests = [weighted[:count].sum(0, keepdim=True), weighted[count:].sum(0, keepdim=True)]
-            return torch.cat([*digests, self._sums, _has_non_finite(held[:count], self._sums.device)])
+            return torch.cat([*digests, self._sums, _has_non_finite([*held[:count], *self._parts], self._sums.device)])
 
     def fingerprint(self, checksums: Sequence[int]) -> Fingerprint:
         """Return the fingerprint of the result of ``checksums``, copied to the host."""
@@ -110,6 +116,7 @@ class ReplicatedTensors:
             parameters=tuple(checksums[2:count]),
             buffers=tuple(checksums[count:-1]),
             non_finite=bool(checksums[-1]),
+            divided=bool(self._parts),
         )
 
     def _all_tensors(self) -> list[_ModelTensor]:
@@ -120,7 +127,7 @@ class ReplicatedTensors:
             for (_, tensor, holder, key), address in zip(held, self._addresses, strict=True)
         ):
             return held
-        self.parameters, self.buffers = _tensors(self._model)
+        self.parameters, self._parts, self.buffers = _tensors(self._model)
         held = [*self.parameters, *self.buffers]
         self._collected = True
         if held:
@@ -260,19 +267,23 @@ def _gather(row: Sequence[float], dtype: torch.dtype, device: torch.device) -> l
     return gathered
 
 
-def _tensors(model: nn.Module) -> tuple[list[_ModelTensor], list[_ModelTensor]]:
-    """Return the parameters and the buffers that should be equal, each once.
+def _tensors(model: nn.Module) -> tuple[list[_ModelTensor], list[_ModelTensor], list[_ModelTensor]]:
+    """Return the parameters that should be equal, this rank's parts of divided ones, and such buffers, each once.
 
     Statistics of a BatchNorm are left out: each rank has those of its own data.
     """
+    parts: dict[Tensor, _ModelTensor] = {}
     parameters: dict[Tensor, _ModelTensor] = {}
     buffers: dict[Tensor, _ModelTensor] = {}
     own_data: set[Tensor] = set()
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for key, parameter in module._parameters.items():
-            if parameter is not None:
-                parameters.setdefault(parameter, _ModelTensor(prefix + key, parameter, module._parameters, key))
+            if parameter is None:
+                continue
+            part: Tensor = getattr(parameter, "_local_tensor", parameter)  # of a DTensor, whose import takes long
+            kept = parameters if part is parameter else parts
+            kept.setdefault(part, _ModelTensor(prefix + key, part, module._parameters, key))
         batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
         for key, buffer in module._buffers.items():
             if buffer is None:
@@ -281,7 +292,11 @@ def _tensors(model: nn.Module) -> tuple[list[_ModelTensor], list[_ModelTensor]]:
                 own_data.add(buffer)
             else:
                 buffers.setdefault(buffer, _ModelTensor(prefix + key, buffer, module._buffers, key))
-    return [*parameters.values()], [held for buffer, held in buffers.items() if buffer not in own_data]
+    return (
+        [*parameters.values()],
+        [*parts.values()],
+        [held for buffer, held in buffers.items() if buffer not in own_data],
+    )
 
 
 def _as_words(tensor: Tensor, device: torch.device) -> Tensor | None:

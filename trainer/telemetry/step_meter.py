@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.contract.record import Doing, EventWriter, Finding
+from trainer.contract.record import Doing, EventWriter, Finding, Step
 from trainer.distributed import flight_recorder
 from trainer.host.boot import ClockSet
 from trainer.host.cores import core_waits
@@ -63,6 +63,7 @@ class StepMeter:
             averaging.
         wire_ratio: Bytes that ``comm_hook`` sends per byte of gradient; None if unknown.
         sparse: Parameters whose gradients have few rows that are not zero: CPU ranks send only those.
+        keeps_steps: Measure every step, also without a record, and keep it for ``take_steps``.
     """
 
     def __init__(
@@ -78,12 +79,13 @@ class StepMeter:
         comm_hook: tuple[object, CommHook] | None = None,
         wire_ratio: float | None = 1.0,
         sparse: Sequence[nn.Parameter] = (),
+        keeps_steps: bool = False,
     ) -> None:
         self.lap: Callable[[Phase], object] = _no_lap
         """End a phase: the time since the last mark counts to it; micro-steps add up."""
         self.local_norm: Scalar = None
         """Norm [] of this rank's gradient in the last step before the reduction, where it was measured."""
-        self._enabled = writer.enabled
+        self._enabled = writer.enabled or keeps_steps
         self._now = now
         self._rank = rank
         self._writer = writer
@@ -100,7 +102,11 @@ class StepMeter:
         on_gpu = device.type == "cuda"
         self._clock: Clock = CudaClock(device) if on_gpu else HostClock(clock, core_waits())
         saves_rows = bool(sparse) and not on_gpu and comm_hook is None
-        if ddp is not None and synchronised and (saves_rows or (self._enabled and (detail_every or comm_hook))):
+        if (
+            ddp is not None
+            and synchronised
+            and (saves_rows or (self._enabled and (detail_every or comm_hook or keeps_steps)))
+        ):
             state, inner = comm_hook or (None, None)
             hook = BucketHook(ddp, self._clock, inner=inner, state=state, waits=not on_gpu, sparse=sparse)
             self._hooks.append(hook)
@@ -109,7 +115,9 @@ class StepMeter:
 
         self._clock_set = ClockSet()
         self._mark = self._clock.mark
-        self._recorder = StepRecorder(self._clock, writer, rank=rank, synchronised=synchronised, wire_ratio=wire_ratio)
+        self._recorder = StepRecorder(
+            self._clock, writer, rank=rank, synchronised=synchronised, wire_ratio=wire_ratio, keeps=keeps_steps
+        )
         # On CPU ranks BucketHook measures all; without it, or around an inner hook, DDP's logger does.
         measures_all = bool(self._hooks) and self._hooks[0].fault is None and comm_hook is None
         if ddp is not None and synchronised and not on_gpu and not measures_all:
@@ -165,6 +173,7 @@ class StepMeter:
     def follow_collectives(self, collectives: CollectiveMeter, in_backward: Callable[[], bool]) -> None:
         """Measure the collectives that this thread calls from here on, other than those of DDP's buckets."""
         if self._enabled:
+            flight_recorder.attach_all()
             self._collectives = collectives
             collectives.attach(self._clock, in_backward)
             collectives.begin_step(self._phases)
@@ -287,6 +296,18 @@ class StepMeter:
         finally:
             self.part_after = usual
         self._lap("excluded")
+
+    def keep_steps(self) -> None:
+        """Keep the steps from here on for ``take_steps``, as far as they are measured."""
+        if self._enabled:
+            self._recorder.keeps = True
+
+    def take_steps(self) -> list[Step]:
+        """Return the steps that the device has done since the last call, each by itself, if they are kept."""
+        if not self._enabled:
+            return []
+        self._recorder.process()
+        return self._recorder.take_kept()
 
     def pause(self) -> None:
         """Write all complete steps, before a validation or a checkpoint; ``start`` continues."""

@@ -30,7 +30,9 @@ class StepRecorder:
         rank: int,
         synchronised: bool = False,
         wire_ratio: float | None = 1.0,
+        keeps: bool = False,
     ) -> None:
+        """Take readings from here on; with ``keeps`` each step is kept for ``take_kept`` too."""
         self.longest_s = 0.0
         """The longest recent step."""
         self.fault: str | None = None
@@ -53,6 +55,9 @@ class StepRecorder:
         """Whether a synchronisation was measured: in the first steps it is not."""
         self._last_written_s = -math.inf
         """End of the last step that is written, in Unix seconds."""
+        self._kept: deque[Step] = deque(maxlen=1000)  # a script may ask for its shares once only
+        self.keeps = keeps
+        """Whether the steps are kept for ``take_kept``."""
         self._lock = threading.Lock()
         """Guards everything but ``_pending``."""
 
@@ -76,6 +81,13 @@ class StepRecorder:
                 reason = (str(error).splitlines() or [""])[0]
                 cause = f"{type(error).__name__}: {reason}"
                 self.fault = f"reading a step's times failed, later ones may be missing: {cause}"
+
+    def take_kept(self) -> list[Step]:
+        """Return the steps since the last call, each by itself."""
+        with self._lock:
+            kept = list(self._kept)
+            self._kept.clear()
+            return kept
 
     def flush(self) -> None:
         with self._lock:
@@ -116,6 +128,8 @@ class StepRecorder:
             self._has_sync = True
             self._flush()
         self._unmerged.append(event)
+        if self.keeps:
+            self._kept.append(event)
         # The first step is written at once; and a clock that was set back must not delay events.
         if not 0.0 <= event.time - self._last_written_s < MERGE_INTERVAL_S:
             self._flush()

@@ -19,6 +19,7 @@ from gputrain_tui.history.run_folders import Run
 from gputrain_tui.lifecycle.recipe_to_run import recipe_of
 from gputrain_tui.recipe.build import load
 from gputrain_tui.recipe.model import Recipe
+from gputrain_tui.state.share_changes import shares_text
 from gputrain_tui.tables import printable
 from trainer.contract.errors import RequestError
 
@@ -91,7 +92,8 @@ class CompareScreen(Page):
     async def _show_differences(self) -> None:
         table = self.query_one(Differences)
         try:
-            table.differences = differences(await asyncio.to_thread(lambda: [_recipe_of(run) for run in self._runs]))
+            found = differences(await asyncio.to_thread(lambda: [_recipe_of(run) for run in self._runs]))
+            table.differences = [*found, *_shares(self._runs)]
         except RequestError as error:
             table.differences, table.problem = [], str(error)
         table.lines = table.differences
@@ -119,6 +121,12 @@ class CompareScreen(Page):
 
     def action_back(self) -> None:
         self.dismiss()
+
+
+def _shares(runs: Sequence[Run]) -> list[RecipeDifference]:
+    """Return the newest shares of runs of which any has balanced ones, as a row below the keys of their recipes."""
+    values = tuple("" if run.status.shares is None else shares_text(run.status.shares) for run in runs)
+    return [RecipeDifference(key="shares", values=values)] if any(values) else []
 
 
 def _recipe_of(run: Run) -> Recipe:

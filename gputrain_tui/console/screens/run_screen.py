@@ -139,7 +139,9 @@ class RunScreen(ChartScreen):
             rendezvous=rendezvous,
             hosts=len(hosts) if rendezvous else 1,
             # The findings may stand beside the table if the area is wide.
-            table_cells=whole_width(len(state.ranks), [*filter(None, hosts)]) if size.width >= 160 else 0,
+            table_cells=whole_width(len(state.ranks), [*filter(None, hosts)], balanced=state.shares.newest is not None)
+            if size.width >= 160
+            else 0,
             root_cause_lines=len(draw_root_cause(root_cause, size.width, most)) if root_cause is not None else 0,
         )
 

@@ -20,8 +20,9 @@ from gputrain_tui.console.widgets.run_header import SEVERITY_SIGNS
 from gputrain_tui.diagnosis.roll_up import newest_findings_with_members
 from gputrain_tui.state import RunState
 from gputrain_tui.state.finding_text import failure_summary, failure_words, finding_summary, urgency
+from gputrain_tui.state.share_changes import change_text, shares_text
 from gputrain_tui.tables import printable, size
-from trainer.contract.record import Failure, Finding
+from trainer.contract.record import Failure, Finding, ShareChange
 
 NARROW_CELLS = 56
 """Cells of a panel below which a message begins on a line of its own, if the lines suffice."""
@@ -55,7 +56,10 @@ class FindingEntry:
 
 
 def finding_entries(state: RunState) -> list[FindingEntry]:
-    """Return findings and failures, each once: standing ones by severity, then cleared ones; the newest first."""
+    """Return findings, failures and changes of the ranks' shares, each once.
+
+    Standing ones come by severity, then cleared ones; the newest first.
+    """
     cause = state.root_cause
     others = [failure for failure in state.failures if failure != cause]
     lost = [failure for failure in others if cause is not None and failure.kind == "lost_peer"]
@@ -65,6 +69,9 @@ def finding_entries(state: RunState) -> list[FindingEntry]:
         entries.append(_lost(cause, lost))
     for finding, stands, members in newest_findings_with_members(state):
         entries.append(_raised(finding, members, cleared=not stands))
+    most_changes = 5  # the newest
+    changed = [change for change in state.shares.changes if change.cause != "start"]
+    entries += [_changed(change) for change in changed[-most_changes:]]
     return sorted(entries, key=_order)
 
 
@@ -103,6 +110,17 @@ def _failed(failure: Failure) -> FindingEntry:
         message=": ".join(filter(None, [lead, printable(failure.message)])),
         short=failure_summary(failure),
         last_line=printable((failure.traceback or "").strip().splitlines()[-1]) if failure.traceback else "",
+    )
+
+
+def _changed(change: ShareChange) -> FindingEntry:
+    return FindingEntry(
+        key=("shares", None, change.step),
+        time=change.time,
+        severity="info",
+        rank=None,
+        message=change_text(change),
+        short=f"shares {shares_text(change.shares)}",
     )
 
 
@@ -301,8 +319,15 @@ class Findings(Panel, can_focus=True):
 
     def seen_version(self) -> object:
         state = self.live.state
-        past = state.past_findings
-        return len(past), past[-1].time if past else 0.0, len(state.findings), len(state.failures), self.live.over
+        past, changed = state.past_findings, state.shares.newest
+        return (
+            changed,
+            len(past),
+            past[-1].time if past else 0.0,
+            len(state.findings),
+            len(state.failures),
+            self.live.over,
+        )
 
     def draw(self, width: int, height: int) -> list[Row]:
         entries, cursor = self._entries()

@@ -64,12 +64,15 @@ def _of_step(key: str, title: str, width: int, order: int, field: str, digits: i
     return number_column(key, width, order, lambda row: getattr(row.view.last, field, None), title=title, digits=digits)
 
 
+SHARE = "share"
+"""Key of the column that is shown only where shares are balanced."""
 COLUMNS: tuple[Column[RankRow], ...] = (
     number_column("rank", 4, 0, lambda row: row.view.rank),
     text_column("host", 4, 4, lambda row: row.view.host, role="quiet"),
     text_column("device", 7, 13, lambda row: row.view.device and row.view.device.partition(" ")[0], role="quiet"),
     text_column("state", 9, 6, _state, form=lambda state, width: state.replace("validating", "validate")),
     _of_step("step", "step", 7, 1, "step", 0),
+    number_column(SHARE, 6, 7, lambda row: row.view.share),
     number_column("loss", 7, 2, lambda row: row.view.loss, digits=4),
     _of_step("norm", "g.norm", 6, 12, "grad_norm", 3),
     _of_step("local", "g.own", 6, 16, "local_grad_norm", 3),
@@ -134,16 +137,21 @@ def _column_cells(column: Column[RankRow], width: int, ranks: int, longest_host:
     return column.width
 
 
-def whole_width(ranks: int, hosts: Collection[str]) -> int:
-    """Return the cells of a table with all columns and a scroll bar."""
+def _columns(*, balanced: bool) -> list[Column[RankRow]]:
+    return [column for column in COLUMNS if balanced or column.key != SHARE]
+
+
+def whole_width(ranks: int, hosts: Collection[str], *, balanced: bool = False) -> int:
+    """Return the cells of a table with all columns and a scroll bar; ``balanced``: as in ``layout``."""
     longest_host = max(map(cell_count, hosts), default=0)
-    return 4 + sum(_column_cells(column, 120, ranks, longest_host) + 1 for column in COLUMNS)
+    return 4 + sum(_column_cells(column, 120, ranks, longest_host) + 1 for column in _columns(balanced=balanced))
 
 
-def layout(width: int, ranks: int, hosts: Collection[str]) -> list[PlacedColumn]:
+def layout(width: int, ranks: int, hosts: Collection[str], *, balanced: bool = False) -> list[PlacedColumn]:
     """Return the most important columns, as many as fit, evenly spaced after the two cells of a sign.
 
-    The host is the least important column if all ranks are on one host.
+    The host is the least important column if all ranks are on one host. ``balanced``: the ranks have shares of the
+    global batch, which change.
     """
     longest_host = max(map(cell_count, hosts), default=0)
     cells = {column.key: _column_cells(column, width, ranks, longest_host) for column in COLUMNS}
@@ -151,7 +159,7 @@ def layout(width: int, ranks: int, hosts: Collection[str]) -> list[PlacedColumn]
     def order(column: Column[RankRow]) -> int:
         return len(COLUMNS) if column.key == "host" and len(hosts) < 2 else column.order
 
-    shown = fitting(COLUMNS, width - 1, gap=1, cells=cells, order=order)
+    shown = fitting(_columns(balanced=balanced), width - 1, gap=1, cells=cells, order=order)
     gaps = max(len(shown) - 1, 1)
     free = width - 1 - sum(cells[column.key] + 1 for column in shown)
     extra, odd = divmod(min(free, gaps * 2), gaps)  # at most three cells between two columns

@@ -38,11 +38,15 @@ def facts(state: RunState, rank: int, now: float, *, standing_still: bool = Fals
     rates = {"samples/s" if counts_samples or not last else "steps/s": EMPTY if standing_still else format_value(rate)}
     if counts_samples:
         rates["samples"] = f"{view.totals.samples:,}"
+    share = {} if view.share is None else {"share": f"{view.share:,}"}
+    if view.fit is not None:
+        share |= {"fixed ms": format_value(view.fit.fixed_ms), "ms per sample": format_value(view.fit.per_sample_ms)}
     figures = {
         "last report": reported,
         "step": f"{view.step:,}" if last else EMPTY,
         "loss": loss_text(view.loss),
         **rates,
+        **share,
         "gradient norm": format_value(last.grad_norm if last else None),
         "own grad norm": format_value(last.local_grad_norm if last else None),
         "step ms": format_value(sums.mean_step_ms),

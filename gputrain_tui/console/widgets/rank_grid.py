@@ -239,6 +239,7 @@ class RankGrid(Panel, can_focus=True):
                 ranks=len(self.live.state.ranks),
                 late=self.live.state.lateness(),
                 in_steps=rate_in_steps(self.live.state.ranks.values()),
+                balanced=self.live.state.shares.newest is not None,
                 span=self.live.state.span,
                 warned=self._warned,
                 fresh=self._fresh(visible, now),
@@ -289,4 +290,6 @@ class RankGrid(Panel, can_focus=True):
     def _columns(self) -> list[PlacedColumn]:
         width, height = self.size
         scrolls = len(self._arranged) > visible_ranks(height)
-        return layout(width - (2 if scrolls else 1), len(self.live.state.ranks), self._hosts)
+        state = self.live.state
+        balanced = state.shares.newest is not None
+        return layout(width - (2 if scrolls else 1), len(state.ranks), self._hosts, balanced=balanced)

@@ -55,6 +55,8 @@ class GridView:
     """Whether no step has come for long: throughputs are left out, and ``training`` becomes ``no step``."""
     in_steps: bool = False
     """Whether rates are in steps a second, because no rank counts samples."""
+    balanced: bool = False
+    """Whether the ranks have shares of the global batch, which change."""
     span: str = ""
     """Steps that the means are taken over, as text."""
     ended: str = ""
@@ -70,7 +72,7 @@ def draw_grid(grid: GridView, width: int, height: int) -> list[Row]:
     """Return the grid as ``height`` rows of ``width`` cells."""
     visible = visible_ranks(height)
     scrolls = len(grid.rows) > visible
-    columns = layout(width - (2 if scrolls else 1), grid.ranks, grid.hosts)
+    columns = layout(width - (2 if scrolls else 1), grid.ranks, grid.hosts, balanced=grid.balanced)
     rows = fit_rows([_head(grid, width, visible), _titles(grid, columns)], width, min(height, HEAD_LINES))
     shown = grid.rows[grid.top : grid.top + visible]
     if not shown:

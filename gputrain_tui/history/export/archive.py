@@ -37,7 +37,7 @@ MAX_BYTES = 256 << 30
 """Maximum size of record and logs: a week of a thousand ranks has less, so that more is damage, as by a sparse file."""
 MAX_USTAR_BYTES = 8**11
 """Limit of a file's size in a USTAR header, which has eleven octal digits for it."""
-OWNERS_COMMAND = "output of the run's on_end command"
+OWNERS_COMMAND = "output of a command of the recipe's [report]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Archive:
                 name = f"{folder}/{path.name}"
                 if not is_file_of_run(name) or not path.is_file():
                     continue
-                if path == run.dir.on_end_log:
+                if path in (run.dir.on_end_log, run.dir.on_finding_log):
                     self._left_out.append(f"{name}: {OWNERS_COMMAND}")
                 elif os.access(path, os.R_OK):
                     self._sizes[name] = size_of(path)
@@ -158,9 +158,10 @@ class Archive:
             self._left_out.append("recipe.toml: it is missing or not valid TOML")
             recipe = {"name": self._run.status.recipe}
         report = recipe.get("report")
-        if isinstance(report, dict) and "on_end" in report:
-            allow.hide(report.pop("on_end"))
-            self._left_out.append("on_end of recipe.toml: a shell command")
+        for name in ("on_end", "on_finding"):
+            if isinstance(report, dict) and name in report:
+                allow.hide(report.pop(name))
+                self._left_out.append(f"{name} of recipe.toml: a shell command")
         import tomlkit  # only an archive needs it, not the completion of a word
 
         return tomlkit.dumps(allow.recipe(recipe)).encode()

@@ -14,7 +14,16 @@ from typing import NamedTuple
 
 from gputrain_tui.history.follow import AppendedFile, by_rank
 from gputrain_tui.history.run_folders import Run
-from trainer.contract.record import AnyEvent, Lost, RankState, Step, TrainingPlan, decode_events, single_steps
+from trainer.contract.record import (
+    AnyEvent,
+    Lost,
+    RankState,
+    ShareChange,
+    Step,
+    TrainingPlan,
+    decode_events,
+    single_steps,
+)
 from trainer.contract.record.regular_file import read_part, size_of
 from trainer.host.resource_limits import open_files
 
@@ -170,6 +179,16 @@ class RecordedSteps:
             for lines in self._lines(name, READ_BYTES[1], counted=False):
                 kept = [line for line in lines.splitlines(keepends=True) if not line.startswith(FREQUENT_EVENTS)]
                 yield from decode_events(b"".join(kept), self.run.status.recorded_ranks)
+
+    def share_changes(self) -> list[tuple[int, ShareChange]]:
+        """Return the changes of the ranks' shares, each with its attempt; empty where shares are not balanced."""
+        extent, changes = RankExtent(rank=0), []
+        for event in self.notes(["0"]):
+            if type(event) is ShareChange:
+                changes.append((extent.attempts, event))
+            else:
+                extent.note(event)
+        return changes
 
     def names(self) -> list[str]:
         """Return the names of all event files, without suffix: that of the run, those of ranks, those of nodes."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
+from bisect import bisect_right
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import BinaryIO
 
 import msgspec
 
 from gputrain_tui.history.export.steps import RecordedSteps, SingleStep
-from trainer.contract.record import SINGLE_VALUES, Step, encode_event
+from trainer.contract.record import SINGLE_VALUES, ShareChange, Step, encode_event
 
 CORE_WAIT_PHASES = ("data", "h2d", "forward", "backward", "sync", "optimizer", "other")
 """Phases of ``core_wait_ms``, which has a column for each."""
@@ -24,7 +26,7 @@ _SCALARS = tuple(
 )  # fmt: skip
 _scalars_of = attrgetter(*_SCALARS)
 COLUMNS = (
-    "rank", "attempt", "step", "averaged_over", "time", "epoch", *_SCALARS,
+    "rank", "attempt", "step", "averaged_over", "time", "epoch", "share", *_SCALARS,
     *(f"core_wait_{phase}_ms" for phase in CORE_WAIT_PHASES), "bucket_ms", "groups",
 )  # fmt: skip
 _json = msgspec.json.Encoder().encode
@@ -34,25 +36,34 @@ _NO_WAITS = ("",) * len(CORE_WAIT_PHASES)
 def write_csv(record: RecordedSteps, file: BinaryIO) -> None:
     """Write a line per rank and step, rank after rank; values that were not measured are empty.
 
-    The times of the buckets are numbers with spaces between them, the collectives by group a JSON list; single calls
-    are left out.
+    The share is the rank's samples of a micro-step where shares are balanced. The times of the buckets are numbers with
+    spaces between them, the collectives by group a JSON list; single calls are left out.
     """
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     try:
         rows = csv.writer(text, lineterminator="\n")
         rows.writerow(COLUMNS)
+        changes = record.share_changes()
         for rank in record.ranks:
-            rows.writerows(map(_row, record.of(rank)))
+            rows.writerows(_row(single, _share(changes, rank, single)) for single in record.of(rank))
         text.flush()
     finally:
         text.detach()  # the caller closes the file
 
 
-def _row(single: SingleStep) -> tuple[object, ...]:
+def _share(changes: Sequence[tuple[int, ShareChange]], rank: int, single: SingleStep) -> object:
+    """Return a rank's share of the global batch at a step; empty where shares are not balanced."""
+    at = bisect_right(changes, (single.attempt, single.step.step), key=lambda each: (each[0], each[1].step))
+    if not at or changes[at - 1][0] != single.attempt or rank >= len(changes[at - 1][1].shares):
+        return ""
+    return changes[at - 1][1].shares[rank]
+
+
+def _row(single: SingleStep, share: object) -> tuple[object, ...]:
     attempt, averaged_over, _, step = single
     waits = step.core_wait_ms
     return (
-        step.rank, attempt, step.step, averaged_over, step.time, step.epoch, *_scalars_of(step),
+        step.rank, attempt, step.step, averaged_over, step.time, step.epoch, share, *_scalars_of(step),
         *(_NO_WAITS if waits is None else [waits.get(phase, 0.0) for phase in CORE_WAIT_PHASES]),
         "" if step.bucket_ms is None else " ".join(map(str, step.bucket_ms)),
         "" if step.groups is None else _json(step.groups).decode(),

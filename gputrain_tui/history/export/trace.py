@@ -24,7 +24,18 @@ import msgspec
 
 from gputrain_tui.history.export.archive import event_filter
 from gputrain_tui.history.export.steps import RecordedSteps, SingleStep
-from trainer.contract.record import SINGLE_VALUES, AnyEvent, Checkpoint, Failure, Finding, Lost, Step, Validation
+from gputrain_tui.state.share_changes import shares_text
+from trainer.contract.record import (
+    SINGLE_VALUES,
+    AnyEvent,
+    Checkpoint,
+    Failure,
+    Finding,
+    Lost,
+    ShareChange,
+    Step,
+    Validation,
+)
 
 PHASES = {
     "data_ms": "data", "h2d_ms": "copy to device", "forward_ms": "forward", "backward_ms": "backward",
@@ -38,7 +49,7 @@ STEPS_THREAD, SYNC_THREAD, FIRST_BUCKET_THREAD = 1, 2, 3
 """Numbers of a rank's tracks; each bucket has one."""
 FIRST_CALL_THREAD = 1 << 20
 """Number of the first track of single collectives."""
-INSTANTS = (Finding, Failure, Validation, Checkpoint, Lost)
+INSTANTS = (Finding, Failure, Validation, Checkpoint, ShareChange, Lost)
 
 Json = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
@@ -102,6 +113,8 @@ def _name(event: AnyEvent) -> str:
             return f"{event.split} loss {event.loss:.4g}"
         case Checkpoint():
             return f"saved step {event.step}"
+        case ShareChange():
+            return f"shares {shares_text(event.shares)}"
         case _:
             return "events lost"
 

@@ -1,17 +1,23 @@
-"""The byte-level language model: windows, causality, the loss's scale, and its sample."""
+"""The language model: windows, causality, the loss's scale, its sample, and tokens in place of bytes."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from trainer.contract.errors import RequestError
+from trainer.contract.errors import MachineNotReadyError, RequestError
 from trainer.contract.task_options import LmOptions
+from trainer.tasks import byte_bpe
 from trainer.tasks.lm import LanguageModel, Windows, decode_printable
+from trainer.tasks.sources import Piece, text_splits
 
 TEXT = b"".join(b"%d little bottles hanging on the wall\n" % n for n in range(200))
 
@@ -127,3 +133,112 @@ def test_text_that_does_not_fill_a_window_is_one_line(tmp_path: Path, options: d
         task(tmp_path, **options).datasets()
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def trained_bpe(tmp_path: Path, **options: Any) -> tuple[LanguageModel, Any]:
+    pytest.importorskip("tokenizers")
+    lm = task(tmp_path, vocab_size=300, **options)
+    return lm, lm.datasets()
+
+
+def tokens_of(split: Any) -> list[int]:
+    return [int(token) for index in range(len(split)) for token in split[index][int(index > 0) :]]
+
+
+def test_a_trained_tokenizer_is_shorter_than_bytes_and_gives_the_text_back(tmp_path: Path) -> None:
+    lm, splits = trained_bpe(tmp_path)
+    assert lm._tokenizer is not None
+    tokens = tokens_of(splits["train"])
+    text = lm._tokenizer.decode(tokens).encode()
+    assert TEXT.startswith(text)
+    assert len(text) > 2 * len(tokens)
+    assert lm.model().embedding.weight.shape[0] == 300  # type: ignore[union-attr]
+    held_out = TEXT[len(TEXT) - sum(map(len, TEXT.splitlines(True)[-9:])) :]
+    assert lm._bytes_per_token == pytest.approx(
+        len(held_out) / len(lm._tokenizer.encode(held_out.decode()).ids), rel=0.2
+    )
+    assert f"tokenizer trained on {tmp_path / 'text.txt'}: 300 tokens, " in lm.data_note()
+
+
+def test_two_trainings_of_a_tokenizer_agree_in_two_processes(tmp_path: Path, own_cache: Path) -> None:
+    trained_bpe(tmp_path)
+    (entry,) = own_cache.iterdir()
+    code = (
+        "import sys; from pathlib import Path; from trainer.tasks import byte_bpe;"
+        "from trainer.tasks.sources import Piece;"
+        "path = Path(sys.argv[1]); piece = Piece(path=path, start=0, end=int(sys.argv[2]));"
+        "print(byte_bpe.train([piece], 300).to_str())"
+    )
+    end = sum(piece.end for piece in text_splits(task(tmp_path).options)["train"])
+    argv = [sys.executable, "-c", code, str(tmp_path / "text.txt"), str(end)]
+    printed = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    assert json.loads(printed) == json.loads((entry / "tokenizer.json").read_text())
+
+
+def test_long_text_in_odd_bytes_is_read_whole(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    text = "ä" * 70_001 + "\n" + "x y\n" * 40_000 + "ünd"
+    (tmp_path / "long.txt").write_bytes(text.encode() + b"\xff")
+    pieces = [Piece(path=tmp_path / "long.txt", start=0, end=(tmp_path / "long.txt").stat().st_size)]
+    blocks = list(byte_bpe.kind_of(vocab_size=300).read(pieces))
+    assert "".join(blocks) == text + "\ufffd"
+    assert max(map(len, blocks)) <= 1 << 16
+    assert sum(not block.endswith("\n") for block in blocks) == 2  # the line of 70,001 letters, and the end
+
+
+def test_bits_per_byte_are_the_loss_of_the_validation_text_by_its_bytes(tmp_path: Path) -> None:
+    for lm, splits in (trained_bpe(tmp_path), ((one := task(tmp_path)), one.datasets())):
+        model = lm.model().double().eval()
+        split = splits["valid"]
+        batch = lm.collate([split[index] for index in range(len(split))])
+        with torch.no_grad():
+            total, count, sums = lm.loss(model, batch)
+            logits = model(batch.long()[:, :-1])
+        wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.long()[:, 1:].flatten(), reduction="sum")
+        torch.testing.assert_close(total, wanted)
+        predicted = tokens_of(split)[1:]
+        text = predicted if lm._tokenizer is None else lm._tokenizer.decode(predicted).encode()
+        bits = lm.metrics({"bits_per_byte": float(sums["bits_per_byte"])}, count)["bits_per_byte"]
+        assert bits == pytest.approx(float(total) / math.log(2) / len(text), rel=0.05)
+        assert lm.loss(model.train(), batch)[2] == {}
+
+
+def test_a_tokenizer_of_a_file_stands_alone_in_the_state(tmp_path: Path) -> None:
+    lm, splits = trained_bpe(tmp_path, sample_bytes=20)
+    assert lm._tokenizer is not None
+    file = tmp_path / "tokenizer.json"
+    lm._tokenizer.enable_truncation(8)  # as the files of trained models have it
+    lm._tokenizer.save(str(file))
+    named = task(tmp_path, tokenizer=str(file), sample_bytes=20)
+    assert tokens_of(named.datasets()["train"]) == tokens_of(splits["train"])
+    file.unlink()
+    alone = task(tmp_path, sample_bytes=20)
+    alone.load_state_dict(named.state_dict())
+    model = alone.model().eval()
+    with torch.no_grad():
+        (continued,) = alone.predict(model, [{"text": "10 little"}])
+    assert continued["text"].startswith("10 little")
+    assert 20 <= len(continued["text"].encode()) - len("10 little") < 60
+    assert tokens_of(alone.datasets()["train"]) == tokens_of(splits["train"])
+    assert alone.state_dict() == named.state_dict()
+    assert task(tmp_path).state_dict() == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{}", "tokenizer.json is not a tokenizer of the package tokenizers"), (None, "tokenizer.json does not exist")],
+)
+def test_a_wrong_tokenizer_is_one_line(tmp_path: Path, own_cache: Path, content: str | None, message: str) -> None:
+    pytest.importorskip("tokenizers")
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(RequestError, match=message):
+        task(tmp_path, tokenizer=str(tmp_path / "tokenizer.json")).datasets()
+
+
+def test_a_missing_package_is_found_before_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tokenizers" else find(name))
+    with pytest.raises(MachineNotReadyError, match=r"package tokenizers: pip install 'gputrain\[tokenizers\]'"):
+        task(tmp_path, vocab_size=300).options.check_data()
+    task(tmp_path).options.check_data()

@@ -186,3 +186,42 @@ def test_a_missing_package_is_one_line_with_the_install_command(text: str, monke
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tokenizers" else find(name))
     with pytest.raises(RequestError, match="pip install"):
         prepared(text)
+
+
+@pytest.mark.parametrize(("word", "filled_in"), [("wall", "the wall stands, wall"), ("##s", "thes stands,s")])
+def test_masked_words_are_filled_in_with_their_probabilities(text: str, word: str, filled_in: str) -> None:
+    torch.manual_seed(1)
+    task, _ = prepared(text)
+    model = task.model().eval()
+    with torch.no_grad():
+        model.head_bias[task._tokenizer.token_to_id(word)] = 5.0  # type: ignore[operator, index]
+    alone = MaskedLanguageModel(task.options)  # as `gputrain predict` has it: without datasets
+    alone.load_state_dict(task.state_dict())
+    parts = ["the ", " stands, ", ""]
+    ids, places = [alone.vocabulary.cls], []
+    for part in parts:
+        ids += task._tokenizer.encode(part, add_special_tokens=False).ids
+        places.append(len(ids))
+        ids.append(alone.vocabulary.mask)
+    ids[-1] = alone.vocabulary.sep
+    with torch.no_grad():
+        (filled,) = alone.predict(model, [{"text": "[MASK]".join(parts)}])
+        shares = model(torch.tensor([ids]), torch.tensor([places[:-1]]))[0].softmax(1)
+    assert filled["text"] == filled_in
+    assert [each["token"] for each in filled["masks"]] == [word, word]
+    for each, row in zip(filled["masks"], shares, strict=True):
+        assert list(each["probabilities"].values()) == pytest.approx(row.topk(5).values.tolist())
+        assert next(iter(each["probabilities"])) == word
+
+
+@pytest.mark.parametrize(
+    ("sentence", "message"),
+    [
+        ("no mask", r"a row: the text has no \[MASK\], whose tokens are predicted"),
+        ("[MASK]" + " wall" * 40, r"a row: the text has 43 tokens, but the model was trained on 34"),
+    ],
+)
+def test_a_text_that_cannot_be_filled_in_is_one_line(text: str, sentence: str, message: str) -> None:
+    task, _ = prepared(text)
+    with pytest.raises(RequestError, match=message):
+        task.predict(task.model().eval(), [{"text": sentence}])

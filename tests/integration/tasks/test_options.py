@@ -50,6 +50,11 @@ def test_options_and_data_are_checked_without_torch() -> None:
         ("lm", {"data": "x", "context": 0}, "task.context is 0, but must be an integer >= 1"),
         ("lm", {"data": "x", "dim": 100, "heads": 3}, "heads is 3, but must divide dim, which is 100"),
         ("lm", {"data": "x", "dim": 9, "heads": 3}, "dim / heads is 3, but must be even"),
+        (
+            "lm",
+            {"data": "x", "tokenizer": "a.json", "vocab_size": 300},
+            "vocab_size is 300, but tokenizer 'a.json' has its",
+        ),
         ("docnn", {"train_path": "x", "format": "csv"}, "must be one of auto, glue, label_text, no_header, text_label"),
         ("masked_lm", {"data": "x", "preset": "basis"}, "did you mean 'base'?"),
     ],

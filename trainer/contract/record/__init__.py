@@ -43,8 +43,10 @@ from trainer.contract.record.events import (
     RunStarted as RunStarted,
     RunStatusName as RunStatusName,
     Sample as Sample,
+    ShareChange as ShareChange,
     Step as Step,
     TrainingPlan as TrainingPlan,
+    Unheard as Unheard,
     Validation as Validation,
     World as World,
 )

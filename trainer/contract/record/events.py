@@ -5,7 +5,6 @@ A value that was not measured is absent, never 0; durations are milliseconds, si
 
 from __future__ import annotations
 
-from math import nan
 from typing import Literal
 
 import msgspec
@@ -14,7 +13,6 @@ from trainer.contract.record.code_stacks import Collective, ThreadStack
 from trainer.contract.record.collective_groups import CollectiveCall, GroupSync
 from trainer.contract.record.machine_samples import GpuSample, RankSample
 from trainer.contract.record.numbers import (
-    MAX_NUMBER,
     Count,
     ExitStatus,
     FiniteFloat,
@@ -24,6 +22,7 @@ from trainer.contract.record.numbers import (
     StepsCovered,
     UnixSeconds,
     WorldSize,
+    or_nan,
 )
 
 RankStateName = Literal["spawned", "joining", "ready", "training", "validating", "saving", "finished", "failed"]
@@ -85,6 +84,14 @@ class Joining(Event, kw_only=True, tag="joining"):
     waited_ms: FiniteFloat
 
 
+class Unheard(Event, kw_only=True, tag="unheard"):
+    """One rank of each host gets no heartbeats from other hosts; written at the start, and when these change."""
+
+    rank: Rank
+    ranks: list[Rank]
+    """All ranks of the other hosts whose heartbeats have stopped; empty: those of all hosts come."""
+
+
 class TrainingPlan(Event, kw_only=True, tag="training_plan"):
     """Size of the training, known once the data is loaded; written by rank 0 before the first step."""
 
@@ -108,6 +115,35 @@ class TrainingPlan(Event, kw_only=True, tag="training_plan"):
     """Unit of the task's loss, such as ``nats``; empty: none is known."""
     tf32: bool | None = None
     """Whether a GPU rounds products of 32-bit floats to TF32; absent on CPUs."""
+
+
+class ShareChange(Event, kw_only=True, tag="shares"):
+    """The ranks divide the global batch in another way from a step on; written by rank 0. Times are of one micro-step.
+
+    It is written again, with ``measured_ms``, once the new shares were measured.
+    """
+
+    step: StepNumber
+    """The first step with the new shares."""
+    previous: list[Count]
+    """Samples per micro-step of each rank before; empty at the start."""
+    shares: list[Count]
+    """Samples per micro-step of each rank from this step on; their sum stays."""
+    cause: Literal["start", "learned", "measured", "memory", "resumed", "recorded"]
+    """``start``: equal shares; ``learned``: by what earlier runs measured on these devices; ``measured``: by the times
+    below; ``memory``: a rank ran out of memory; ``resumed``: those of the checkpoint; ``recorded``: by a record."""
+    fixed_ms: list[FiniteFloat] | None = None
+    """Compute of each rank that does not depend on its share; absent where nothing was measured."""
+    per_sample_ms: list[FiniteFloat] | None = None
+    """Compute of each rank per sample, likewise."""
+    bounds: list[Count] | None = None
+    """Most samples that the memory of each rank holds, 0 if not known; absent while no rank ran out of memory."""
+    slowest_ms: FiniteFloat | None = None
+    """Compute of the slowest rank with the shares before."""
+    expected_ms: FiniteFloat | None = None
+    """Compute of the slowest rank with the new shares, as expected."""
+    measured_ms: FiniteFloat | None = None
+    """Compute of the slowest rank with the new shares, as measured."""
 
 
 class ModelFlops(Event, kw_only=True, tag="model_flops"):
@@ -261,8 +297,8 @@ class Validation(Event, kw_only=True, tag="validation"):
 
     def __post_init__(self) -> None:
         """Turn null into NaN."""
-        self.loss = _or_nan(self.loss)
-        self.metrics = {name: _or_nan(value) for name, value in self.metrics.items()}
+        self.loss = or_nan(self.loss)
+        self.metrics = {name: or_nan(value) for name, value in self.metrics.items()}
 
 
 class Checkpoint(Event, kw_only=True, tag="checkpoint"):
@@ -299,6 +335,7 @@ class Checksum(Event, kw_only=True, tag="checksum"):
     rank: Rank
     step: Count
     parameters: str
+    """Empty where they are divided among the ranks."""
     buffers: str
     non_finite: bool = False
     """Whether a parameter is NaN or infinite."""
@@ -424,13 +461,9 @@ class RunEnded(Event, kw_only=True, tag="run_ended"):
     """From the start of the run to its end by a monotonic clock, waits in a queue included."""
 
 
-def _or_nan(value: float | None) -> float:
-    """Return the number; NaN for null, and for a number that readers would refuse."""
-    return value if value is not None and abs(value) <= MAX_NUMBER else nan
-
-
 AnyEvent = (
-    RunStarted | World | Queued | RankState | Joining | TrainingPlan | ModelFlops | Step | Doing | Validation
-    | Checkpoint | NoiseScale | Checksum | CollectiveGroup | Sample | NodeSample | Finding | Failure | RankStacks | Lost
+    RunStarted | World | Queued | RankState | Joining | Unheard | TrainingPlan | ShareChange | ModelFlops | Step | Doing
+    | Validation | Checkpoint | NoiseScale | Checksum | CollectiveGroup | Sample | NodeSample | Finding | Failure
+    | RankStacks | Lost
     | RunEnded
 )  # fmt: skip

@@ -5,6 +5,7 @@ Numbers have bounds, checked on reading: a larger number in a damaged line could
 
 from __future__ import annotations
 
+from math import nan
 from typing import TYPE_CHECKING, Annotated
 
 from msgspec import Meta
@@ -32,3 +33,8 @@ UnixSeconds = Annotated[float, Meta(ge=0, le=1e11)]
 """Unix time until the year 5138, which every calendar function accepts."""
 ExitStatus = Annotated[int, Meta(ge=-255, le=255)]
 """An exit code, or a signal's number negated."""
+
+
+def or_nan(value: float | None) -> float:
+    """Return the number; NaN for null, and for a number that readers would refuse."""
+    return value if value is not None and abs(value) <= MAX_NUMBER else nan

@@ -55,6 +55,10 @@ class RunDir:
     """The newest request for the stacks of all ranks, a text that is new for each; the node agents answer it."""
     on_end_log = _Entry("logs/on_end.log")
     """Output of the command after the end of the run; the process that creates this file runs the command."""
+    on_finding_log = _Entry("logs/on_finding.log")
+    """Output of the commands for findings."""
+    told_findings = _Entry("told_findings.json")
+    """Findings of which the command for findings was last told that they stand."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)

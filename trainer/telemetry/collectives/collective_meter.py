@@ -76,7 +76,7 @@ class CollectiveMeter:
             self._is_capturing = clock.is_capturing
         self._thread = get_ident()
         self._in_backward = in_backward
-        self.on = True
+        self.on = self.fault is None
 
     def close(self) -> None:
         self.on = False
@@ -86,6 +86,7 @@ class CollectiveMeter:
     def begin_step(self, phases: Sequence[object], *, detailed: bool = False) -> None:
         """Drop what is not taken; ``phases`` are those of the step that begins, and grow with it."""
         self._phases = phases
+        self.blocked = self._outer = None  # an exception of a signal handler may have come before these were set back
         self._step = StepCollectives(self.names.named, detailed)
         if self._streams is not None:
             self._streams.begin_step()
@@ -114,12 +115,10 @@ class CollectiveMeter:
             operation: Such as ``all_gather``.
             tensors: Tensor or nested lists of them whose bytes count.
         """
-        # Written out, since a step may have hundreds of calls.
-        if (get_ident() != self._thread or self._streams is not None or not self.on) and not self._followed():
-            return None
-        if _comm_hooks:
-            return None
         try:
+            # Written out, since a step may have hundreds of calls.
+            if (get_ident() != self._thread or self._streams is not None or _comm_hooks) and not self._followed():
+                return None
             call = self._outer
             if call is None:
                 known = self.names.indices.get(id(group))
@@ -150,10 +149,18 @@ class CollectiveMeter:
 
     def begin_wait(self, work: Any) -> Call | None:
         """Follow the wait for a work; None where its call is not followed."""
-        known = self._works.pop(id(work), None)
-        if known is None or known[0]() is not work or not self._followed():
+        try:
+            if (get_ident() != self._thread or self._streams is not None or _comm_hooks) and not self._followed():
+                return None
+            known = self._works.pop(id(work), None)
+            if known is None or known[0]() is not work:
+                return None
+            self.blocked = call = known[1]
+            call.begun = self._mark()
+            return call
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
             return None
-        return self._begin_wait(known[1])
 
     def begin_tensor_wait(self, tensor: Any) -> Call | None:
         """Follow the wait for a functional collective's result; None where its call is not followed."""
@@ -307,14 +314,17 @@ MAX_OPEN = 10_000
 
 def bytes_of(tensors: Any) -> int:
     """Return the bytes of a tensor, or of all in nested lists."""
-    if type(tensors) is Tensor:
+    if type(tensors) is list and len(tensors) == 1:
+        tensors = tensors[0]
+    if type(tensors) is Tensor and tensors.layout is torch.strided:
         return tensors.nbytes
     if isinstance(tensors, list | tuple):
-        return bytes_of(tensors[0]) if len(tensors) == 1 else sum([bytes_of(each) for each in tensors])
+        return sum([bytes_of(each) for each in tensors])
     if isinstance(tensors, Tensor):
         # Without the subclass's own code, which might count its calls.
         with torch._C.DisableTorchFunctionSubclass():
-            return int(tensors.nbytes)
+            parts = (tensors._indices(), tensors._values()) if tensors.layout is torch.sparse_coo else (tensors,)
+            return sum([int(part.nbytes) for part in parts])
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,13 +12,15 @@ from trainer.telemetry.collectives.readings import Call, StepCollectives
 
 MAX_CALLS = 500
 """Single calls of a step that are recorded: the first ones."""
+NO_WAIT = (-math.inf, 0.0)
+"""Latest end and time of the waits for a call that has none."""
 
 
 class CollectiveTimes(NamedTuple):
     """Collectives of a step."""
 
     exposed_ms: Mapping[str, float]
-    """By the phase in which the rank was blocked."""
+    """By the phases in which the rank was blocked."""
     core_wait_ms: Mapping[str, float] | None
     """Run delay within these, likewise; None where it is not counted."""
     total_ms: float
@@ -41,33 +44,43 @@ def collective_times(step: StepCollectives, phases: Sequence[str], start: Mark, 
         total = by_group.get(call.group) or by_group.setdefault(call.group, _Sum())
         total.calls += 1
         total.bytes += call.bytes
-        total.operations[call.operation] = total.operations.get(call.operation, 0) + 1
-    exposed: dict[str, float] = {}
-    under_way: list[tuple[float, float]] = []
+        operations = total.operations
+        operations[call.operation] = operations.get(call.operation, 0) + 1
+    exposed, delayed_s = [0.0] * len(names), [0.0] * len(names)
+    counts_delay = isinstance(clock, HostClock) and clock.counts_waits
     ends: dict[Call, tuple[float, float]] = {}
     begins_ms = clock.offsets_ms(start, [wait[2] for wait in waits])
     ends_ms = clock.offsets_ms(start, [wait[3] for wait in waits])
-    for (call, interval, _, _, last), begin_ms, end_ms in zip(waits, begins_ms, ends_ms, strict=True):
-        name, blocked_ms = names[min(interval, last_phase)], end_ms - begin_ms
-        exposed[name] = exposed.get(name, 0.0) + blocked_ms
+    # Backwards in time: what is under way before the end of a wait is known from those that end later.
+    covered_ms, reached_ms = 0.0, math.inf
+    for (call, interval, begin, end, last), begin_ms, end_ms in zip(
+        reversed(waits), reversed(begins_ms), reversed(ends_ms), strict=True
+    ):
+        phase, blocked_ms = min(interval, last_phase), end_ms - begin_ms
+        exposed[phase] += blocked_ms
+        if counts_delay:
+            delayed_s[phase] += end[1] - begin[1]
         total = by_group.get(call.group) or by_group.setdefault(call.group, _Sum())
         total.waits += 1
         total.exposed_ms += blocked_ms
         if last:
-            begin_ms = clock.elapsed_ms(start, call.start)
+            if begin is not call.start:
+                begin_ms = clock.elapsed_ms(start, call.start)
             total.complete += 1
             total.total_ms += end_ms - begin_ms
-        under_way.append((begin_ms, end_ms))
+        if begin_ms < reached_ms:  # what began in an earlier step counts from the start of this one
+            covered_ms += max(0.0, min(end_ms, reached_ms) - max(begin_ms, 0.0))
+            reached_ms = begin_ms
         if step.detailed:
-            ends[call] = end_ms, ends.get(call, (0.0, 0.0))[1] + blocked_ms
+            ends[call] = max(end_ms, ends.get(call, NO_WAIT)[0]), ends.get(call, NO_WAIT)[1] + blocked_ms
     return CollectiveTimes(
-        exposed,
-        _delayed_ms([(names[min(wait[1], last_phase)], wait[2], wait[3]) for wait in waits], clock),
-        _covered_ms(under_way),
-        sum([call.bytes for call in calls]),
+        _by_phase(names, exposed),
+        _by_phase(names, delayed_s, 1e3) if counts_delay else None,
+        covered_ms,
+        sum([total.bytes for total in by_group.values()]),
         [_group_sync(step.groups[index].name, total) for index, total in by_group.items()],
         [
-            _single(call, step, clock.elapsed_ms(start, call.start), *ends.get(call, (None, 0.0)))
+            _single(call, step, clock.elapsed_ms(start, call.start), *ends.get(call, NO_WAIT))
             for call in calls[:MAX_CALLS]
         ]
         if step.detailed
@@ -96,15 +109,13 @@ def merged(steps: Sequence[Sequence[GroupSync] | None]) -> list[GroupSync]:
     return list(total.values())
 
 
-def _delayed_ms(waits: Sequence[tuple[str, Mark, Mark]], clock: Clock) -> Mapping[str, float] | None:
-    """Return the run delay within waits, by phase; None where it is not counted."""
-    if not isinstance(clock, HostClock) or not clock.counts_waits:
-        return None
-    delayed: dict[str, float] = {}
-    for name, (_, before), (_, after) in waits:
-        if after != before:
-            delayed[name] = delayed.get(name, 0.0) + (after - before) * 1e3
-    return delayed
+def _by_phase(names: Sequence[str], values: Sequence[float], factor: float = 1.0) -> Mapping[str, float]:
+    """Return the sums by phase of values of each interval, times a factor, without those that are 0."""
+    sums: dict[str, float] = {}
+    for name, value in zip(names, values, strict=True):
+        if value:
+            sums[name] = sums.get(name, 0.0) + value * factor
+    return sums
 
 
 class _Sum:
@@ -129,11 +140,9 @@ def _group_sync(name: str, total: _Sum) -> GroupSync:
     )
 
 
-def _single(
-    call: Call, step: StepCollectives, start_ms: float, end_ms: float | None, exposed_ms: float
-) -> CollectiveCall:
+def _single(call: Call, step: StepCollectives, start_ms: float, end_ms: float, exposed_ms: float) -> CollectiveCall:
     """Return a call as far as the step goes: a wait for it may be in a later step."""
-    total_ms = 0.0 if end_ms is None else end_ms - start_ms
+    total_ms = max(0.0, end_ms - start_ms)
     return CollectiveCall(
         step.groups[call.group].name,
         call.operation,
@@ -142,15 +151,6 @@ def _single(
         round(total_ms, 4),
         round(exposed_ms, 4),
     )
-
-
-def _covered_ms(spans: list[tuple[float, float]]) -> float:
-    """Return the length of the union of spans of time."""
-    covered = reached = 0.0  # what began in an earlier step counts from the start of this one
-    for begin, end in sorted(spans):
-        covered += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return covered
 
 
 def _plus(known: float | None, more: float | None) -> float | None:

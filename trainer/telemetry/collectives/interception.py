@@ -89,6 +89,20 @@ FUNCTIONAL = {
 FUNCTIONAL_MODULE = "torch.distributed._functional_collectives"
 
 
+def _guarded(wrap: Callable[[CollectiveMeter], None]) -> Callable[[CollectiveMeter], None]:
+    """End the measuring of collectives, not the import of torch, where another version of torch has other functions."""
+
+    @functools.wraps(wrap)
+    def guarded(meter: CollectiveMeter) -> None:
+        try:
+            wrap(meter)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the script's training goes on
+            meter.fail(error)
+
+    return guarded
+
+
+@_guarded
 def wrap_calls(meter: CollectiveMeter) -> None:
     """Wrap the methods of process groups and of their works, and the functions for objects."""
     c10d: Any = importlib.import_module("torch._C._distributed_c10d")
@@ -113,6 +127,7 @@ def wrap_calls(meter: CollectiveMeter) -> None:
         package._broadcast_coalesced = _broadcast_coalesced(meter, original)
 
 
+@_guarded
 def wrap_functional(meter: CollectiveMeter) -> None:
     """Wrap the functional collectives, once their module is there."""
     module: Any = sys.modules[FUNCTIONAL_MODULE]

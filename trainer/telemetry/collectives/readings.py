@@ -53,8 +53,12 @@ class StepCollectives:
             yield start
             yield end
 
-    def spent_marks(self) -> list[Mark]:
-        """Return the marks that no later step needs, each once."""
-        spent = [end for _, _, start, end, _ in self.waits if end is not start]
-        spent += [start for call, _, start, _, _ in self.waits if start is not call.start]
-        return spent + [call.start for call, _, _, _, last in self.waits if last]
+    def spent_marks(self) -> Iterator[Mark]:
+        """Yield the marks that no later step needs, each once."""
+        for call, _, start, end, last in self.waits:
+            if end is not start:
+                yield end
+            if start is not call.start:
+                yield start
+            if last:
+                yield call.start

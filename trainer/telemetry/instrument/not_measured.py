@@ -11,7 +11,7 @@ from trainer.contract.record import Finding
 def what_is_missing(*, optimizer_steps: int, backward: bool) -> tuple[str, str]:
     """Return what was not seen, and what would be; ``backward``: whether a backward pass was seen."""
     if optimizer_steps:
-        return "no call of backward() was seen", "seen is loss.backward() outside of torch.compile"
+        return "no call of backward() was seen", "seen is loss.backward() outside of torch.compile and CUDA graphs"
     seen = "step() of a torch.optim optimizer outside of torch.compile"
     if not backward:
         return "neither backward() nor an optimizer's step was seen", f"seen are backward() and {seen}"

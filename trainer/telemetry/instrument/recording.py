@@ -38,14 +38,17 @@ a script that accumulates over more of them is measured from its first step on."
 
 
 def _guarded(method: Callable[..., R]) -> Callable[..., R | None]:
-    """Call a method only in the thread that trains; the first fault in it ends the measuring, not the training."""
+    """Call a method only in the thread that trains; the first fault in it ends the measuring, not the training.
+
+    While a GPU's work is captured into a graph nothing is measured: what is recorded then becomes a part of the graph.
+    """
 
     @functools.wraps(method)
     def guarded(self: Recording, *arguments: Any, **named: Any) -> R | None:
         if not self.on or (self.thread is not None and self.thread != threading.get_ident()):
             return None
         try:
-            return method(self, *arguments, **named)
+            return None if _is_capturing() else method(self, *arguments, **named)
         except Exception as error:  # noqa: BLE001 - whatever it is, the script's training goes on
             self.fail(error)
             return None
@@ -80,6 +83,8 @@ class Recording:
         """Called once, when the script begins to train."""
         self.optimizer_steps = 0
         self.collectives = CollectiveMeter()
+        self._steps_unseen = 0
+        """Optimizer steps since the last one that was measured."""
         self._is_unmeasured = False
         """Whether the record says that no step is seen."""
         self._path = path
@@ -134,7 +139,8 @@ class Recording:
     def _report_unmeasured(self) -> None:
         self._is_unmeasured = True
         missing, measured = what_is_missing(optimizer_steps=self.optimizer_steps, backward=self._tracker is not None)
-        message = f"{missing}, so nothing of this training is measured; {measured}"
+        unmeasured = "no further step" if self.steps else "nothing of this training"
+        message = f"{missing}, so {unmeasured} is measured; {measured}"
         _print_line(message)
         self._open_record()
         self._writer.write(not_measured(self._rank, message))
@@ -307,7 +313,8 @@ class Recording:
             return None  # the step of an optimizer within that of another
         self._stepping = optimizer
         tracker = self._tracker
-        if tracker is None and self.optimizer_steps == UNSEEN_AFTER:
+        self._steps_unseen += 1
+        if self._steps_unseen == UNSEEN_AFTER:
             self._report_unmeasured()
         if tracker is not None and not self._in_backward:
             tracker.stepping = True
@@ -420,6 +427,7 @@ class Recording:
         if self._parallelism.repeats_batches(optimizer):
             tracker.samples = tracker.tokens = None
         tracker.end(optimizer)
+        self._steps_unseen = 0
         if self._is_unmeasured:
             self._is_unmeasured = False
             self._writer.write(not_measured(self._rank, "", state="cleared"))
@@ -434,6 +442,10 @@ class Recording:
         self._losses.clear()
         self._batches.size = (0, None)
         self._misses_calls = False
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def _trains(model: nn.Module) -> bool:

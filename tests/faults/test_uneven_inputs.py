@@ -52,5 +52,7 @@ def test_a_rank_that_runs_out_of_data_early_is_neither_late_nor_stalled(
     for rank, steps in enumerate(STEPS):
         assert sum(each.steps for each in events if isinstance(each, Step) and each.rank == rank) == steps
         assert any(isinstance(each, RankState) and each.rank == rank and each.state == "finished" for each in events)
-    findings = [each.message for each in events if isinstance(each, Finding) and each.kind != "cpu_contention"]
-    assert findings == []
+    # Before, the machine itself may have held a rank up.
+    raised = [each for each in events if isinstance(each, Finding) and each.state == "raised"]
+    after = [each for each in raised if each.step is None or each.step > STEPS[0]]
+    assert [each.message for each in after if each.kind != "cpu_contention"] == []
