@@ -42,12 +42,12 @@ def network() -> nn.Module:
 class Trained:
     """A compiled network with its record."""
 
-    def __init__(self, folder: Path, compile: str, backend: Any = "eager") -> None:
+    def __init__(self, folder: Path, compile: str, backend: Any = "eager", stops: bool = False) -> None:
         self.raw = network()
         self.model: Any = torch.compile(self.raw, backend=backend, dynamic=False)
         self.writer, self._file = EventWriter(folder / "0.ndjson"), folder / "0.ndjson"
         self.lines: list[str] = []
-        ctx = worker_context(writer=self.writer, print_line=self.lines.append)
+        ctx = worker_context(writer=self.writer, print_line=self.lines.append, stop_requested=lambda: stops)
         options = Training(compile=compile, count_flops="on")  # type: ignore[arg-type]
         self.compilation = Compilation(TinyTask(TinyOptions()), self.model, options, ctx, nullcontext())
         self.flops = FlopCount(options, ctx, self.compilation)
@@ -108,6 +108,13 @@ def test_where_the_model_cannot_be_compiled_it_trains_without_or_ends_in_one_lin
     with pytest.raises(refused, match=r"^--compile on: torch\.compile fails: .* or give --compile") as info:
         required.compilation.begin(batch(4), step=1)
     assert "\n" not in str(info.value)
+
+
+def test_a_stop_that_ends_the_compiler_is_a_stop(tmp_path: Path) -> None:
+    trained = Trained(tmp_path, "on", fails("C++ compile error"), stops=True)
+    trained.compilation.begin(batch(4), step=1)
+    assert trained.events(Finding) == []
+    trained.model(batch(5)[0]).sum().backward()
 
 
 def test_an_error_of_the_task_is_not_called_one_of_the_compiler(tmp_path: Path) -> None:

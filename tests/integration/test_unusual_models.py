@@ -14,7 +14,7 @@ from numeric_tasks import points, sentences
 from rank_group import Gang
 from torch import nn
 from torch.utils.data import TensorDataset
-from trained import train_spawned
+from trained import train, train_spawned
 
 OPTIONS = {"batch_size": (4,), "optimizer": "sgd", "lr": (0.05,), "shuffle": False, "max_epochs": 2, "save": False}
 
@@ -135,6 +135,30 @@ def test_unused_parameters_are_trained_around_with_the_flag_or_on_one_rank() -> 
     assert any(line.startswith("step 1 does not use pooler.weight, pooler.bias:") for line in alone["narration"])
 
 
+IDLE = "the gradient of pooler.weight, pooler.bias was zero or absent in 20 steps: nothing trains it"
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "told"),
+    [
+        ("", {"find_unused_parameters": True}, True),
+        ("zero", {}, True),
+        ("late", {"find_unused_parameters": True}, False),
+        ("zero", {"max_updates": 19}, False),
+    ],
+)
+def test_a_layer_that_never_has_a_gradient_is_told_once(
+    two_ranks: Gang, fault: str, options: dict[str, Any], told: bool
+) -> None:
+    options = {**OPTIONS, "max_epochs": 8, "batch_size": (4,), "task_options": {"fault": fault}, **options}
+    both = two_ranks.run(train_on, "numeric_tasks:Unused", None, options)
+    assert [done["error"] for done in both] == ["", ""]
+    assert [line for line in both[0]["narration"] if "zero or absent" in line] == [IDLE] * told
+    alone = one_rank("Unused", **{**options, "batch_size": (8,)})
+    # On one rank one that takes no part in a step is told at the first step, and is not told again.
+    assert [line for line in alone["narration"] if "zero or absent" in line] == [IDLE] * (told and fault == "zero")
+
+
 @pytest.mark.parametrize(
     ("task", "options", "message"),
     [
@@ -168,3 +192,19 @@ def test_a_validation_that_is_disabled_is_not_made_at_the_end_either(every_epoch
     done = one_rank("Regression", valid_every_epochs=every_epochs)
     assert done["error"] == ""
     assert sum(line.startswith("valid ") for line in done["narration"]) == validations
+
+
+def test_random_numbers_that_no_checkpoint_keeps_are_told_once_and_more_urgently_after_a_resume(tmp_path: Path) -> None:
+    task = f"{Path(__file__).parents[1] / 'support/numeric_tasks.py'}:OwnGenerator"
+    flags = ("--task", task, "--batch-size", 4, "--save-every-updates", 2, "--lr", 0.01)
+
+    def told(*more: object) -> list[tuple[str, str]]:
+        done = train(tmp_path / str(len(more)), *flags, *more)
+        assert done.code == 0, done.output
+        return [
+            (e["kind"], e.get("severity", "warning")) for e in done.events_of("finding") if e["kind"] == "not_resumed"
+        ]
+
+    assert told("--max-updates", 6) == [("not_resumed", "info")]
+    saved = sorted((tmp_path / "2/checkpoints").glob("step_*.pt"))[-1]
+    assert told("--max-updates", 8, "--resume", saved) == [("not_resumed", "warning")]

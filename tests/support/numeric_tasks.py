@@ -205,7 +205,7 @@ class _LateBias(nn.Module):
 
 
 class Unused(Regression):
-    """A second head that no step uses; with ``late``, one that only the first step uses."""
+    """A second head that no step uses; with ``late``, one that only the first step uses, with ``zero``, times 0."""
 
     calls = 0
 
@@ -215,7 +215,9 @@ class Unused(Regression):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         inputs, targets = batch
         self.calls += model.training
-        both = self.options.fault == "late" and self.calls <= 1
+        both = self.options.fault == "zero" or (self.options.fault == "late" and self.calls <= 1)
+        if self.options.fault == "zero":
+            inputs = torch.cat([inputs, torch.zeros_like(inputs[:, :1])], dim=1)
         return (model(inputs, both)[:, 0] - targets).square().sum(), len(inputs), {}
 
 
@@ -225,7 +227,9 @@ class _TwoHeads(nn.Module):
         self.body, self.pooler = nn.Linear(4, 1).double(), nn.Linear(4, 1).double()
 
     def forward(self, inputs: Tensor, both: bool) -> Tensor:
-        logits: Tensor = self.body(inputs) + self.pooler(inputs) if both else self.body(inputs)
+        scale = inputs[:, 4:] if inputs.shape[1] > 4 else 1.0
+        inputs = inputs[:, :4]
+        logits: Tensor = self.body(inputs) + self.pooler(inputs) * scale if both else self.body(inputs)
         return logits
 
 
@@ -329,3 +333,18 @@ class KnownNoise(Task):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         (inputs,) = batch
         return model(inputs).sum(), len(inputs), {}
+
+
+class OwnGenerator(Regression):
+    """Regression on points with noise from a generator of the dataset's own."""
+
+    def datasets(self) -> Mapping[str, Any]:
+        return {"train": _Noisy(*points(24))}
+
+
+class _Noisy(TensorDataset):
+    generator = torch.Generator().manual_seed(3)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        inputs, targets = super().__getitem__(index)
+        return inputs + torch.randn(4, generator=self.generator, dtype=inputs.dtype), targets

@@ -70,3 +70,18 @@ def test_reading_a_sample_leaves_the_random_numbers_of_training_alone() -> None:
     torch.manual_seed(1)
     sample(Numbers("augmented")).state_dict()
     assert drawn() == expected
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", ["plain", "augmented", "unsteady", "opaque"])
+def test_a_sample_that_differs_when_it_is_read_again_is_known_before_and_after_a_resume(
+    kind: str, workers: int
+) -> None:
+    first = sample(Numbers(kind), num_workers=workers)
+    kept = first.state_dict()
+    assert (first.unrepeatable is not None) == (kind == "unsteady")
+    data = Numbers(kind)
+    data.read = 7
+    resumed = sample(data)
+    assert resumed.altered(**kept) == ""
+    assert (resumed.unrepeatable is not None) == (kind == "unsteady")

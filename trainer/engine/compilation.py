@@ -85,7 +85,8 @@ class Compilation:
             torch.compiler.set_stance("force_eager")
             with suppress(Exception):
                 self._pass(batch)
-                return _first_line(error)
+                # A Ctrl-C in a terminal ends the compiler too.
+                return "" if self._ctx.stop_requested() else _first_line(error)
         return ""
 
     def _pass(self, batch: Any) -> None:

@@ -37,14 +37,18 @@ class DataSample:
         self._num_workers = min(num_workers, 1)
         self._size = 0 if self.of_stream else len(self._dataset)
         self._known: list[list[int | str]] | None = None
+        self.unrepeatable: int | None = None
+        """A sample that differs when it is read again with the same seed; None if none is known."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the size of the dataset, and index and digest of a few samples, which the first call reads."""
         if self._known is None:
             indices = random.Random(self._size).sample(range(self._size), min(SAMPLES, self._size))
-            self._known = [
-                [index, digest] for index, digest in zip(indices, self._digests(indices), strict=False) if digest
-            ]
+            # The first one is read twice: with a generator of its own a dataset gives another sample then.
+            again, *digests = self._digests([*indices[:1], *indices]) or [""]
+            if digests and again != digests[0]:
+                self.unrepeatable = indices[0]
+            self._known = [[index, digest] for index, digest in zip(indices, digests, strict=False) if digest]
         return {"samples": self._size, "known": self._known}
 
     def repeatable(self, indices: Sequence[int]) -> list[int]:
@@ -63,11 +67,11 @@ class DataSample:
         read = zip(known, self._digests(indices), strict=False)
         unequal = [index for (index, digest), now in read if now and now != digest]
         # A sample that differs between two readings of the same data is no evidence.
-        altered = [
-            index
-            for index, one, two in zip(unequal, self._digests(unequal), self._digests(unequal), strict=False)
-            if one == two
-        ]
+        # Twice by the same process: each loader process begins with the same state of a generator.
+        pairs = self._digests([index for index in unequal for _ in range(2)])
+        twice = list(zip(unequal, pairs[::2], pairs[1::2], strict=False))
+        altered = [index for index, one, two in twice if one == two]
+        self.unrepeatable = next((index for index, one, two in twice if one != two), None)
         if not altered:
             self._known = [[index, digest] for index, digest in known]
             return ""

@@ -5,16 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from trainer.contract.errors import RequestError
+from trainer.distributed.host_copies import HostCopy, begin_copy, host_copies
 from trainer.engine import reports
-from trainer.engine.ddp_model import Strategy, coalesce, gradients, with_sparse_gradient
+from trainer.engine.ddp_model import Strategy, coalesce, gradients, values_of, with_sparse_gradient
 from trainer.engine.loss_check import listed, require_same_parameters
 from trainer.engine.worker_context import WorkerContext
 
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 """Part of DDP's message where the step before left out a parameter."""
+OBSERVED_STEPS = 20
+"""Steps after which a parameter whose gradient was always zero is reported: a layer that begins with zeros holds back
+the gradients behind it for a step or two."""
 _INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
@@ -30,6 +35,14 @@ class ParameterUse:
         self._cure = "" if strategy.sharded else "give --find-unused-parameters, or "
         self._sparse = bool(with_sparse_gradient(self._model))
         self._first = True
+        self._known: set[str] = set()
+        """Parameters that were reported already."""
+        # The reduced gradients are the same on all ranks; of sharded ones each rank has a part.
+        observes = ctx.rank == 0 and not strategy.sharded
+        self._observed = 0 if observes else OBSERVED_STEPS
+        self._moved: Tensor | None = None
+        """Whether each parameter has had a gradient other than zero, ``[parameters]``, on the device."""
+        self._copy: HostCopy | None = None
 
     def gradients(self, *, step: int) -> list[Tensor]:
         """Return the gradients of a step, of sparse ones the values; report or refuse parameters without one."""
@@ -41,7 +54,35 @@ class ParameterUse:
         if len(present) < len(self._parameters) and (self._first or self._all_reduced):
             self._report([self._name(each) for each in self._parameters if each.grad is None], step)
         self._first = False
+        if self._observed < OBSERVED_STEPS:
+            self._observe()
+        elif self._copy is not None and self._copy.arrived():
+            moved, self._copy = self._copy.numbers(), None
+            idle = [each for each, is_moved in zip(self._parameters, moved, strict=True) if not is_moved]
+            self._report_idle([self._name(each) for each in idle], step - 1)
         return present
+
+    def _observe(self) -> None:
+        """Note which parameters have a gradient other than zero, without waiting for the device."""
+        zero = torch.zeros((), dtype=torch.bool, device=self._ctx.device)
+        moved = torch.stack([zero if each.grad is None else values_of(each.grad).any() for each in self._parameters])
+        self._moved = moved if self._moved is None else self._moved | moved
+        self._observed += 1
+        if self._observed == OBSERVED_STEPS:
+            self._copy = begin_copy(self._moved, self._ctx.copies or host_copies(self._ctx.device))
+            self._moved = None
+
+    def _report_idle(self, names: list[str], step: int) -> None:
+        if new := [name for name in names if name not in self._known]:
+            reports.finding(
+                self._ctx,
+                "no_gradient",
+                f"the gradient of {listed(new)} was zero or absent in {OBSERVED_STEPS} steps: nothing trains it",
+                step=step,
+                severity="warning",
+                advice="have the loss depend on it (look for detach(), no_grad() and branches that never run), leave "
+                "it out of the model, or freeze it with requires_grad_(False)",
+            )
 
     def raise_unused(self, error: Exception) -> None:
         """Raise an error that names the parameters in place of DDP's about unused ones; ignore another error."""
@@ -55,6 +96,7 @@ class ParameterUse:
         if self._all_reduced:
             raise RequestError(self._refusal(names, f"step {step}"))
         if self._ctx.world_size == 1:
+            self._known.update(names)
             reports.finding(
                 self._ctx,
                 "unused_parameters",

@@ -58,6 +58,8 @@ class TrainingState:
     balance: ShareBalance
     updates: int = 0
     """Optimizer steps done."""
+    reports_unrepeatable: bool = False
+    """Whether it was reported that the data draws random numbers of its own."""
     validated_at: int = -1
     """Optimizer steps done at the last validation; -1 before the first."""
     _unsaved_stream: bool = False
@@ -65,6 +67,19 @@ class TrainingState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the entries of a checkpoint, except random states; call this while the weight average is in place."""
+        sample = self.data.samples["train"]
+        train = sample.state_dict()
+        if sample.unrepeatable is not None and not self.reports_unrepeatable:
+            self.reports_unrepeatable = True
+            reports.finding(
+                self.ctx,
+                "not_resumed",
+                f"sample {sample.unrepeatable} of the training data differs when it is read again with the same seed: "
+                "a resumed training draws other random numbers for it, since no checkpoint keeps them",
+                severity="info" if self.ctx.resumed_from is None else "warning",
+                advice="in the dataset, draw from the global generator of torch, Python or numpy, which is seeded and "
+                "resumed, in place of one of its own",
+            )
         return {
             "task": self.options.task,
             "updates": self.updates,
@@ -80,7 +95,7 @@ class TrainingState:
             "best": self.validation.best.state_dict(),
             "validated_at": self.validated_at,
             "data": {
-                **self.data.samples["train"].state_dict(),
+                **train,
                 "splits": {split: each.state_dict() for split, each in self.data.samples.items() if split != "train"},
             },
             TASK_STATE: state_of(self.task),
