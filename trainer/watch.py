@@ -29,8 +29,8 @@ from trainer.agent.rank_failure import failure_of
 from trainer.agent.script_environment import RANK_PID, RUN_DIR
 from trainer.contract.record import EventWriter, RankState, RankStateName, RunDir
 from trainer.telemetry import instrument
+from trainer.telemetry.ddp_log import ddp_of
 from trainer.telemetry.instrument.fetched_batches import plus, size_of
-from trainer.telemetry.step_meter import ddp_of
 from trainer.telemetry.step_tracker import StepTracker
 
 if TYPE_CHECKING:

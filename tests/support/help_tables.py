@@ -132,7 +132,7 @@ def event_tables() -> str:
     """Return the events, each with its fields."""
     docs = field_docs(events) | field_docs(collective_groups) | field_docs(machine_samples)
     titles: dict[type[Any], str] = {
-        events.RankSample: "`ranks` of `node_sample`",
+        machine_samples.RankSample: "`ranks` of `node_sample`",
         machine_samples.GpuSample: "`gpus` of it",
         collective_groups.GroupSync: "`groups` of `step`",
         collective_groups.CollectiveCall: "`calls` of `step`, each an array",

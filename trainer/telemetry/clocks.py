@@ -194,6 +194,11 @@ class CudaClock:
         return torch.empty(size, dtype=torch.float32, pin_memory=self._device.type == "cuda").unbind()
 
 
+def is_capturing() -> bool:
+    """Return whether the work of the current GPU, if one is in use, is captured into a graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
 def _current_stream(device: torch.device) -> Callable[[], Any]:
     """Return a function that returns the current stream of a device, which need not be the current one.
 

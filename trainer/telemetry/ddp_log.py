@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -100,3 +101,13 @@ def total(times: Sequence[SyncTimes | None]) -> SyncTimes | None:
         bucket_bytes=None if None in sizes else tuple(size for each in sizes for size in each or ()),
         stable=all(each.stable for each in known),
     )
+
+
+def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the DDP wrapper of a model, also inside a compiled one; None without one."""
+    while not isinstance(model, DistributedDataParallel):
+        inner = getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return None
+        model = inner
+    return model

@@ -27,12 +27,12 @@ from trainer.telemetry.clocks import Clock, CudaClock, HostClock, Mark, Scalar
 from trainer.telemetry.collectives.collective_meter import CollectiveMeter
 from trainer.telemetry.collectives.readings import Call
 from trainer.telemetry.comm_hook import BucketHook, Buckets, CommHook, HookRelay
-from trainer.telemetry.ddp_log import DdpLog, total
+from trainer.telemetry.ddp_log import DdpLog, ddp_of, total
 from trainer.telemetry.step_events import WARM_UP, Phase, StepReading
 from trainer.telemetry.step_recorder import StepRecorder
 from trainer.telemetry.torch_compile import LONG_COMPILATION_S, compiled_ns, has_compiler, is_compiling
 
-__all__ = ["Phase", "StepMeter", "ddp_of"]
+__all__ = ["Phase", "StepMeter"]
 
 NEXT_PHASE: dict[Phase | None, str] = {
     None: "data",
@@ -457,13 +457,3 @@ class StepMeter:
 
 def _no_lap(phase: Phase) -> None:
     """Do nothing: ``lap`` where nothing is measured."""
-
-
-def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the DDP wrapper of a model, also inside a compiled one; None without one."""
-    while not isinstance(model, DistributedDataParallel):
-        inner = getattr(model, "_orig_mod", None)
-        if not isinstance(inner, nn.Module):
-            return None
-        model = inner
-    return model

@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 from trainer.contract.record import EventWriter, Finding
 from trainer.distributed.host_copies import HostCopy, begin_copy, host_copies
 from trainer.telemetry.clocks import Scalar
+from trainer.telemetry.ddp_log import ddp_of
 from trainer.telemetry.desync import ReplicatedTensors
-from trainer.telemetry.step_meter import Phase, StepMeter, ddp_of
+from trainer.telemetry.step_meter import Phase, StepMeter
 
 NESTING = 4
 """Maximum depth of nested lists and dictionaries in which a batch's tensors are searched for."""

@@ -12,8 +12,7 @@ from gputrain_tui.history.status_file import Status
 from gputrain_tui.recipe.allow_list import AllowList
 from trainer.contract.record import Failure, RankStacks, RankState, RunEnded, Sample, ThreadStack, encode_event
 from trainer.contract.record.downsampled import DownsampledBlock, DownsampledNote
-from trainer.contract.record.events import AnyEvent
-from trainer.contract.record.json_lines import DECODE_ERRORS
+from trainer.contract.record.json_lines import DECODE_ERRORS, AnyEvent
 
 MAX_LINE_BYTES = 16 << 20
 """Length from which a line is damage, as by a sparse file."""

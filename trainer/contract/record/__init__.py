@@ -22,7 +22,6 @@ from trainer.contract.record.collective_groups import (
 )
 from trainer.contract.record.events import (
     SINGLE_VALUES as SINGLE_VALUES,
-    AnyEvent as AnyEvent,
     Checkpoint as Checkpoint,
     Checksum as Checksum,
     CollectiveGroup as CollectiveGroup,
@@ -33,7 +32,6 @@ from trainer.contract.record.events import (
     Joining as Joining,
     Lost as Lost,
     ModelFlops as ModelFlops,
-    NodeSample as NodeSample,
     NoiseScale as NoiseScale,
     Queued as Queued,
     RankStacks as RankStacks,
@@ -50,8 +48,16 @@ from trainer.contract.record.events import (
     Validation as Validation,
     World as World,
 )
-from trainer.contract.record.json_lines import decode_events as decode_events, encode_event as encode_event
-from trainer.contract.record.machine_samples import GpuSample as GpuSample, RankSample as RankSample
+from trainer.contract.record.json_lines import (
+    AnyEvent as AnyEvent,
+    decode_events as decode_events,
+    encode_event as encode_event,
+)
+from trainer.contract.record.machine_samples import (
+    GpuSample as GpuSample,
+    NodeSample as NodeSample,
+    RankSample as RankSample,
+)
 from trainer.contract.record.numbers import MAX_RANKS as MAX_RANKS
 from trainer.contract.record.run_dir import (
     NATIVE as NATIVE,

@@ -15,7 +15,9 @@ from typing import Any
 
 import msgspec
 
-from trainer.contract.record.events import SINGLE_VALUES, AnyEvent, Event, NodeSample, Step
+from trainer.contract.record.events import SINGLE_VALUES, Event, Step
+from trainer.contract.record.json_lines import AnyEvent
+from trainer.contract.record.machine_samples import NodeSample
 from trainer.contract.record.numbers import Count, FiniteFloat
 from trainer.contract.record.regular_file import open_to_append
 

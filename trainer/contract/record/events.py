@@ -11,7 +11,6 @@ import msgspec
 
 from trainer.contract.record.code_stacks import Collective, ThreadStack
 from trainer.contract.record.collective_groups import CollectiveCall, GroupSync
-from trainer.contract.record.machine_samples import GpuSample, RankSample
 from trainer.contract.record.numbers import (
     Count,
     ExitStatus,
@@ -349,34 +348,6 @@ class Sample(Event, kw_only=True, tag="sample"):
     text: str
 
 
-class NodeSample(Event, kw_only=True, tag="node_sample"):
-    """Sample of a machine by its node agent, at most once a second."""
-
-    node: Rank
-    host: str
-    cpu_percent: FiniteFloat | None = None
-    """Use of all cores together, 0 to 100."""
-    steal_percent: FiniteFloat | None = None
-    cores: Count | None = None
-    """Logical cores that the node's processes may use: CPU affinity, cpuset and the quota that the ranks share."""
-    machine_cores: Count | None = None
-    """Logical cores of the machine."""
-    cpuset_cores: Count | None = None
-    """Logical cores in the cpuset of the ranks' cgroup."""
-    other_cpu_percent: FiniteFloat | None = None
-    """CPU time of all processes that are no rank, such as data loading processes, in percent of one core; absent if
-    the node may not use all cores of the machine."""
-    memory_used_bytes: Count | None = None
-    memory_total_bytes: Count | None = None
-    """Memory of the machine, or the limit of its container."""
-    record_free_bytes: Count | None = None
-    """Space left on the disk of this node's record."""
-    log_bytes: Count | None = None
-    """Size of its node agent's log."""
-    ranks: list[RankSample] = []
-    gpus: list[GpuSample] = []
-
-
 class Finding(Event, kw_only=True, tag="finding"):
     """A diagnosis with its evidence, raised or cleared."""
 
@@ -460,11 +431,3 @@ class RunEnded(Event, kw_only=True, tag="run_ended"):
     message: str | None = None
     elapsed_ms: FiniteFloat | None = None
     """From the start of the run to its end by a monotonic clock, waits in a queue included."""
-
-
-AnyEvent = (
-    RunStarted | World | Queued | RankState | Joining | Unheard | TrainingPlan | ShareChange | ModelFlops | Step | Doing
-    | Validation | Checkpoint | NoiseScale | Checksum | CollectiveGroup | Sample | NodeSample | Finding | Failure
-    | RankStacks | Lost
-    | RunEnded
-)  # fmt: skip

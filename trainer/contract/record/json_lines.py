@@ -8,18 +8,40 @@ from typing import Any, TypeVar
 import msgspec
 
 from trainer.contract.record.events import (
-    AnyEvent,
+    Checkpoint,
+    Checksum,
+    CollectiveGroup,
+    Doing,
     Event,
+    Failure,
+    Finding,
     Joining,
-    NodeSample,
+    Lost,
+    ModelFlops,
+    NoiseScale,
+    Queued,
+    RankStacks,
     RankState,
+    RunEnded,
     RunStarted,
+    Sample,
+    ShareChange,
     Step,
     TrainingPlan,
+    Unheard,
+    Validation,
+    World,
 )
+from trainer.contract.record.machine_samples import NodeSample
 from trainer.contract.record.numbers import MAX_RANKS
 
 T = TypeVar("T")
+
+AnyEvent = (
+    RunStarted | World | Queued | RankState | Joining | Unheard | TrainingPlan | ShareChange | ModelFlops | Step | Doing
+    | Validation | Checkpoint | NoiseScale | Checksum | CollectiveGroup | Sample | NodeSample | Finding | Failure
+    | RankStacks | Lost | RunEnded
+)  # fmt: skip
 
 _encode = msgspec.json.Encoder()
 # Created on import: msgspec crashes if several threads decode a type for the first time.

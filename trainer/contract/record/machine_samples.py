@@ -1,9 +1,10 @@
-"""Parts of a machine's sample in the record: a GPU, and a rank's process."""
+"""Samples of a machine: its cores and memory, its GPUs, and the processes of its ranks."""
 
 from __future__ import annotations
 
 import msgspec
 
+from trainer.contract.record.events import Event
 from trainer.contract.record.numbers import Count, FiniteFloat, Rank
 
 
@@ -51,3 +52,31 @@ class RankSample(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Kernel function in which its main thread sleeps (``wchan``); sampled while the process is nearly idle."""
     line: str = ""
     """Line of the user's code at which its main thread stays for seconds, such as ``train.py:12 in augment``."""
+
+
+class NodeSample(Event, kw_only=True, tag="node_sample"):
+    """Sample of a machine by its node agent, at most once a second."""
+
+    node: Rank
+    host: str
+    cpu_percent: FiniteFloat | None = None
+    """Use of all cores together, 0 to 100."""
+    steal_percent: FiniteFloat | None = None
+    cores: Count | None = None
+    """Logical cores that the node's processes may use: CPU affinity, cpuset and the quota that the ranks share."""
+    machine_cores: Count | None = None
+    """Logical cores of the machine."""
+    cpuset_cores: Count | None = None
+    """Logical cores in the cpuset of the ranks' cgroup."""
+    other_cpu_percent: FiniteFloat | None = None
+    """CPU time of all processes that are no rank, such as data loading processes, in percent of one core; absent if
+    the node may not use all cores of the machine."""
+    memory_used_bytes: Count | None = None
+    memory_total_bytes: Count | None = None
+    """Memory of the machine, or the limit of its container."""
+    record_free_bytes: Count | None = None
+    """Space left on the disk of this node's record."""
+    log_bytes: Count | None = None
+    """Size of its node agent's log."""
+    ranks: list[RankSample] = []  # noqa: RUF012 - msgspec copies it
+    gpus: list[GpuSample] = []  # noqa: RUF012 - likewise

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer.contract.record import EventWriter
+from trainer.telemetry.clocks import is_capturing
 from trainer.telemetry.collectives.collective_meter import CollectiveMeter
 from trainer.telemetry.comm_hook import CommHook
 from trainer.telemetry.instrument.closures import with_closure
@@ -48,7 +49,7 @@ def _guarded(method: Callable[..., R]) -> Callable[..., R | None]:
         if not self.on or (self.thread is not None and self.thread != threading.get_ident()):
             return None
         try:
-            return None if _is_capturing() else method(self, *arguments, **named)
+            return None if is_capturing() else method(self, *arguments, **named)
         except Exception as error:  # noqa: BLE001 - whatever it is, the script's training goes on
             self.fail(error)
             return None
@@ -442,10 +443,6 @@ class Recording:
         self._losses.clear()
         self._batches.size = (0, None)
         self._misses_calls = False
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def _trains(model: nn.Module) -> bool:
