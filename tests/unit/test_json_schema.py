@@ -44,6 +44,7 @@ RULES: list[tuple[str, dict[str, Any], str]] = [
         {"lr_scheduler": "cosine", "max_updates": 5, "warmup_updates": 5},
         r"train\.warmup_updates is .*the warm-up must be shorter",
     ),
+    ("task", {"pattern": '["'}, r"task\.\w+ is '.*', but must be a list of texts"),
     ("docnn", {"class_weights": "even"}, r"class_weights is .*, but must be balanced, or numbers above 0"),
     ("train", {"ema_start": 5}, r"train\.ema_start needs train\.ema_decay"),
     (
