@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -76,7 +77,8 @@ class RunningNodeAgent:
     def close(self) -> None:
         if self.process.poll() is None:
             for pid in descendants(self.process.pid) | {self.process.pid}:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # one that has just ended
+                    os.kill(pid, signal.SIGKILL)
         self.process.wait()
         if self.process.stdin is not None:
             self.process.stdin.close()
