@@ -121,9 +121,8 @@ class Compilation:
         if self._count is None or not self._count.grew():
             return
         count = self._count
-        many = (
-            3  # the first batch of another shape has torch compile for all sizes, and a size of 1 is a case of its own
-        )
+        # The first batch of another shape has torch compile for all sizes, and a size of 1 is a case of its own.
+        many = 3
         if self._reported_end or not (count.gave_up or (count.times >= many and not self._reported)):
             return
         self._reported, self._reported_end = True, count.gave_up
