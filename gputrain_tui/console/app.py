@@ -31,7 +31,6 @@ from textual.widgets import Input
 
 from gputrain_tui.console import settings
 from gputrain_tui.console.actions import EVERYWHERE, NEW_RECIPE, available, bindings
-from gputrain_tui.console.live import BACKLOG_PAUSE_S, FIRST_POLL_BUDGET_S, LiveRun
 from gputrain_tui.console.ordered_keys import OrderedKeys
 from gputrain_tui.console.ramp import LIGHT_THEME
 from gputrain_tui.console.screens.console_screen import LaunchSession, next_of
@@ -41,6 +40,7 @@ from gputrain_tui.console.textual_internals import paste_driver, write_to_termin
 from gputrain_tui.help_topics import section_heading
 from gputrain_tui.history.run_folders import Run, list_runs
 from gputrain_tui.history.status_file import ENDED
+from gputrain_tui.lifecycle.live_run import BACKLOG_PAUSE_S, FIRST_POLL_BUDGET_S, LiveRun
 from trainer.contract.errors import RequestError
 
 if TYPE_CHECKING:

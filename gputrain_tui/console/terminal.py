@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-from gputrain_tui.console.live import LiveRun
 from gputrain_tui.diagnosis.roll_up import roll_up
 from gputrain_tui.history.status_file import ENDED
+from gputrain_tui.lifecycle.live_run import LiveRun
 from gputrain_tui.state.finding_text import run_mark
 from trainer.contract.errors import printable, printable_lines
 

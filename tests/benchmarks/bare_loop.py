@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -34,7 +35,8 @@ class BareLoop:
         *,
         clip_norm: float,
     ) -> None:
-        self.model = DistributedDataParallel(net, gradient_as_bucket_view=True)
+        alone = dist.get_world_size() == 1
+        self.model: nn.Module = net if alone else DistributedDataParallel(net, gradient_as_bucket_view=True)
         self.optimizer = build_optimizer(self.model.parameters())
         self.batches = batches
         self.loss = loss

@@ -16,9 +16,9 @@ import pytest
 import synthetic_run
 from pty_harness import Terminal
 
-from gputrain_tui.console.live import LiveRun
 from gputrain_tui.history.replay import replay
 from gputrain_tui.history.run_folders import Run
+from gputrain_tui.lifecycle.live_run import LiveRun
 
 pytestmark = pytest.mark.benchmark
 

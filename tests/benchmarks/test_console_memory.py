@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import synthetic_run
 
-from gputrain_tui.console.live import LiveRun
 from gputrain_tui.history.run_folders import open_run
+from gputrain_tui.lifecycle.live_run import LiveRun
 from trainer.contract.record import AnyEvent, decode_events
 
 pytestmark = pytest.mark.benchmark

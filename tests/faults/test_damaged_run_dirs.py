@@ -33,7 +33,6 @@ from gputrain_tui import cli
 from gputrain_tui.commands.runs import report
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.host_choice import active_plans
-from gputrain_tui.console.live import LiveRun
 from gputrain_tui.console.widgets.run_list import columns_for, draw_run
 from gputrain_tui.history import replay
 from gputrain_tui.history.plan_file import read_plan
@@ -41,6 +40,7 @@ from gputrain_tui.history.run_folders import Run, UnreadableRun, find, list_runs
 from gputrain_tui.history.run_listing import RunListing
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.lifecycle.diagnosis_watch import LiveDiagnosis
+from gputrain_tui.lifecycle.live_run import LiveRun
 from trainer.contract.errors import RecordError, RequestError
 from trainer.contract.record import Step
 from trainer.contract.record.regular_file import open_regular, open_to_append, read_whole

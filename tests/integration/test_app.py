@@ -13,13 +13,13 @@ from screens_at_rest import toasts
 from textual.events import Click, Key
 
 from gputrain_tui.console.app import GputrainApp, Palette
-from gputrain_tui.console.live import LiveRun
 from gputrain_tui.console.screens.compare_screen import CompareScreen
 from gputrain_tui.console.screens.confirm import Confirm
 from gputrain_tui.console.screens.run_screen import RunScreen
 from gputrain_tui.console.widgets.rank_grid import RankGrid
 from gputrain_tui.history.run_folders import list_runs
 from gputrain_tui.history.run_reader import RunReader
+from gputrain_tui.lifecycle.live_run import LiveRun
 from gputrain_tui.lifecycle.stop_run import stop
 from gputrain_tui.recipe.build import load
 from gputrain_tui.recipe.new_recipe import example_path

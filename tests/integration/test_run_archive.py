@@ -20,10 +20,10 @@ import synthetic
 from commands import Command, command
 from made_runs import append_to_log
 
-from gputrain_tui.console.live import LiveRun
 from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.run_folders import Run, find
 from gputrain_tui.history.status_file import write_status
+from gputrain_tui.lifecycle.live_run import LiveRun
 from gputrain_tui.lifecycle.recipe_to_run import load
 from gputrain_tui.lifecycle.stop_run import stop_by_name
 from trainer.contract.errors import RequestError

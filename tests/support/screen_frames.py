@@ -11,8 +11,8 @@ import synthetic
 from textual.pilot import Pilot
 
 from gputrain_tui.console.app import GputrainApp
-from gputrain_tui.console.live import LiveRun
 from gputrain_tui.history.run_folders import Run
+from gputrain_tui.lifecycle.live_run import LiveRun
 
 NOW = synthetic.BEGIN + 60
 """Time of the clock before the first step, Unix seconds."""

@@ -9,8 +9,8 @@ import pytest
 from run_dirs import run_dir
 
 from gputrain_tui.console import settings
-from gputrain_tui.console.live import LiveRun
 from gputrain_tui.console.terminal import EndNotice, notice
+from gputrain_tui.lifecycle.live_run import LiveRun
 from trainer.contract.record import RunEnded, encode_event
 
 XTERM = {"TERM": "xterm-256color"}

@@ -8,8 +8,8 @@ import pytest
 import synthetic
 from manual_clock import ManualClock
 
-from gputrain_tui.console.live import LiveRun
 from gputrain_tui.history.status_file import write_status
+from gputrain_tui.lifecycle.live_run import LiveRun
 from trainer.contract.record import AnyEvent, Step
 from trainer.host.process_identity import identify
 

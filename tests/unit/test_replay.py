@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import synthetic
 
-from gputrain_tui.console.live import LiveRun
 from gputrain_tui.history import replay as pasts
 from gputrain_tui.history.replay import replay
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.series import Series
+from gputrain_tui.lifecycle.live_run import LiveRun
 from trainer.contract.record import EventWriter, RankState, RunDir, Step, Validation
 from trainer.contract.record.downsampled import block_file
 

@@ -11,7 +11,6 @@ import pytest
 from msgspec.structs import replace
 from synthetic import BEGIN, run as synthetic_run, write
 
-from gputrain_tui.console.live import LiveRun
 from gputrain_tui.diagnosis import Diagnosis
 from gputrain_tui.diagnosis.thresholds import HISTORY
 from gputrain_tui.headless.closing_report import closing_table, status_line
@@ -26,6 +25,7 @@ from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.series import Series
 from gputrain_tui.history.status_file import write_status
+from gputrain_tui.lifecycle.live_run import LiveRun
 from gputrain_tui.state import RunState
 from trainer.contract.outcome import RESTARTED
 from trainer.contract.record import (

@@ -11,7 +11,6 @@ from textual import on, work
 from textual.events import Resize
 from textual.geometry import Size
 
-from gputrain_tui.console.live import POLL_BUDGET_S
 from gputrain_tui.console.screens.console_screen import ConsoleScreen, next_of
 from gputrain_tui.console.screens.start_and_stop import confirm_stop
 from gputrain_tui.console.widgets.band_chart import BandChart, ChartDragged, EarlierCurve
@@ -23,10 +22,11 @@ from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_header import RunHeader
 from gputrain_tui.history.run_folders import ancestors_of
 from gputrain_tui.history.series import BandMetric
+from gputrain_tui.lifecycle.live_run import POLL_BUDGET_S
 
 if TYPE_CHECKING:
-    from gputrain_tui.console.live import LiveRun
     from gputrain_tui.history.run_folders import Run
+    from gputrain_tui.lifecycle.live_run import LiveRun
 
 CHART_INTERVAL_S = 0.25
 """Seconds between two repaints of a chart; the table is repainted at every tick."""

@@ -26,9 +26,9 @@ from gputrain_tui.console.widgets.drawing import Row, fit_row
 from gputrain_tui.console.widgets.key_bar import KeyBar
 
 if TYPE_CHECKING:
-    from gputrain_tui.console.live import LiveRun
     from gputrain_tui.history.run_folders import Run
     from gputrain_tui.hosts.hostfile import HostEntry
+    from gputrain_tui.lifecycle.live_run import LiveRun
     from gputrain_tui.recipe.draft import Draft
     from gputrain_tui.recipe.model import Recipe
 

@@ -30,7 +30,7 @@ from gputrain_tui.lifecycle.stack_request import TIMEOUT_S, request_stacks
 from trainer.contract.record import RankStacks
 
 if TYPE_CHECKING:
-    from gputrain_tui.console.live import LiveRun
+    from gputrain_tui.lifecycle.live_run import LiveRun
 
 CHART_IDS = ("loss", "sync", "step")
 

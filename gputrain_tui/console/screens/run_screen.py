@@ -27,7 +27,7 @@ from gputrain_tui.console.widgets.step_bars import StepBars
 from gputrain_tui.state.finding_text import by_urgency
 
 if TYPE_CHECKING:
-    from gputrain_tui.console.live import LiveRun
+    from gputrain_tui.lifecycle.live_run import LiveRun
 
 CURSOR_DELAY_S = 0.04
 """Seconds before the charts highlight the rank under the cursor; a key held down thus redraws only the table."""

@@ -18,7 +18,7 @@ from gputrain_tui.state.rank_stacks import group_stacks
 from gputrain_tui.tables import ranks_text
 
 if TYPE_CHECKING:
-    from gputrain_tui.console.live import LiveRun
+    from gputrain_tui.lifecycle.live_run import LiveRun
 
 
 class StacksScreen(ConsoleScreen):

@@ -22,7 +22,7 @@ from gputrain_tui.tables import duration
 from trainer.contract.record import Validation
 
 if TYPE_CHECKING:
-    from gputrain_tui.console.live import LiveRun
+    from gputrain_tui.lifecycle.live_run import LiveRun
 
 
 TITLES: dict[BandMetric, tuple[str, str]] = {

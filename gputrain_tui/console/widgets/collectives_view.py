@@ -19,7 +19,7 @@ from gputrain_tui.tables import printable, size
 from trainer.contract.record import Step
 
 if TYPE_CHECKING:
-    from gputrain_tui.console.live import LiveRun
+    from gputrain_tui.lifecycle.live_run import LiveRun
 
 NONE_TEXT = "no collectives besides DDP's gradients were measured"
 RANKS_SHOWN = 4

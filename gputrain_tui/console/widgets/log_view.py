@@ -28,7 +28,7 @@ from gputrain_tui.history.log_times import in_order
 from trainer.contract.record import RunDir
 
 if TYPE_CHECKING:
-    from gputrain_tui.console.live import LiveRun
+    from gputrain_tui.lifecycle.live_run import LiveRun
 
 LEVEL_NAMES = {Level.ALL: "", Level.WARNING: "warnings and errors", Level.ERROR: "errors only"}
 

@@ -11,7 +11,6 @@ from math import isfinite
 from time import perf_counter
 from typing import ClassVar
 
-from gputrain_tui.console.live import BACKLOG_PAUSE_S, POLL_BUDGET_S, PORTION_BYTES
 from gputrain_tui.console.widgets.canvas import CURVES, Canvas, role_classes
 from gputrain_tui.console.widgets.chart_view import LABEL_CELLS, position_labels
 from gputrain_tui.console.widgets.curve_drawing import (
@@ -39,6 +38,7 @@ from gputrain_tui.history.comparison import CurveHistory, Measure, resampled
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.status_file import ENDED
+from gputrain_tui.lifecycle.live_run import BACKLOG_PAUSE_S, POLL_BUDGET_S, PORTION_BYTES
 from gputrain_tui.tables import duration, printable
 
 

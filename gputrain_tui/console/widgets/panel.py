@@ -11,7 +11,7 @@ from gputrain_tui.console.widgets.canvas import SCROLL_KEYS, Canvas, role_classe
 from gputrain_tui.console.widgets.drawing import Row
 
 if TYPE_CHECKING:
-    from gputrain_tui.console.live import LiveRun
+    from gputrain_tui.lifecycle.live_run import LiveRun
 
 
 class Panel(Canvas):

@@ -29,7 +29,7 @@ from gputrain_tui.state import RankView
 from gputrain_tui.state.finding_text import named_ranks
 
 if TYPE_CHECKING:
-    from gputrain_tui.console.live import LiveRun
+    from gputrain_tui.lifecycle.live_run import LiveRun
 
 HIGHLIGHT_S = 0.6
 SORT_INTERVAL_S = 0.5

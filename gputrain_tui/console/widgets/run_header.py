@@ -19,7 +19,7 @@ from gputrain_tui.tables import duration, evaluation, of_weights, printable
 from trainer.contract.record import Validation
 
 if TYPE_CHECKING:
-    from gputrain_tui.console.live import LiveRun
+    from gputrain_tui.lifecycle.live_run import LiveRun
 
 SEVERITY_SIGNS = {"critical": ("✗", "error"), "warning": ("▲", "warning"), "info": ("·", "dim")}
 LEAST_STEPS = 20
