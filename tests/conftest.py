@@ -48,9 +48,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return up to three workers, because most tests wait for processes; benchmarks and GPU tests run one by one."""
+    """Return up to four workers, because most tests wait for processes; benchmarks and GPU tests run one by one."""
     selected = config.option.markexpr.replace("not benchmark", "").replace("not gpu", "")
-    return 0 if "benchmark" in selected or "gpu" in selected else min(3, 1 + (os.cpu_count() or 1))
+    return 0 if "benchmark" in selected or "gpu" in selected else min(4, 2 + (os.cpu_count() or 1))
 
 
 @pytest.hookimpl(tryfirst=True)

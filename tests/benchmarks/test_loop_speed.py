@@ -159,7 +159,7 @@ def compare(
 
     class TakingTurns(kind):  # type: ignore[misc, valid-type]
         def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:
-            if turns:
+            if turns and torch.is_grad_enabled():
                 turns[0].take()
             found: tuple[Tensor, Tensor | int, Mapping[str, Tensor]] = super().loss(model, batch)
             return found

@@ -15,7 +15,7 @@ TASK = "block_tasks:BlockTask"
 EXACT = 1e-12
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def gang(request: pytest.FixtureRequest) -> Iterator[Gang]:
     members = Gang(request.param)
     yield members
