@@ -31,6 +31,8 @@ COMMANDS = {
     "check": "check whether a recipe can start, with a fix for each problem; start nothing",
     "gpus": "show the GPUs, cores and memory of this machine, or of others over ssh",
     "push": "copy code and environment to the hosts of a recipe that do not share this disk",
+    "report": "tell of a run on a page: what limits it, where its time goes, what went wrong",
+    "compare": "compare runs with a first one: recipe, speed, phases, loss; fail on a limit",
     "runs": "list past and running runs, newest first",
     "note": "write a note or tags to a run, or print them",
     "attach": "open the console on a run, running or ended",

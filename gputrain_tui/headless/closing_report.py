@@ -78,6 +78,18 @@ def closing_lines(state: RunState, width: int, *, host: str = "") -> list[list[P
 
     ``host``: prefix of the paths of checkpoints on another host, ``HOST:``; empty: they are here, or deleted.
     """
+    lines = [*result_lines(state, width), *finding_lines(state)]
+    kept = next((saved.path for saved in reversed(state.checkpoints) if host or Path(saved.path).exists()), None)
+    if kept is not None:
+        lines.append([("checkpoint ", "dim"), (f"{host}{kept}", "")])
+    if state.sample is not None:
+        lines.append([("sample", "dim")])
+        lines += [[("  │ ", "dim"), (line, "")] for line in state.sample.text.splitlines()]
+    return lines
+
+
+def result_lines(state: RunState, width: int) -> list[list[Piece]]:
+    """Return table and rates of a run that trained, its evaluations, and whether the parameters agree."""
     lines = closing_table(state, width) if state.step else []
     rates = run_throughput(state.ranks.values())
     rate, unit = rates.rate
@@ -103,13 +115,6 @@ def closing_lines(state: RunState, width: int, *, host: str = "") -> list[list[P
             where = on_ranks(bad, state.world_size)
             text = f"NaN or infinite {where}" if agree else f"{text}; NaN or infinite {where}"
         lines.append([("parameters ", "dim"), (text, "" if agree and not bad else "alarm")])
-    lines += finding_lines(state)
-    kept = next((saved.path for saved in reversed(state.checkpoints) if host or Path(saved.path).exists()), None)
-    if kept is not None:
-        lines.append([("checkpoint ", "dim"), (f"{host}{kept}", "")])
-    if state.sample is not None:
-        lines.append([("sample", "dim")])
-        lines += [[("  │ ", "dim"), (line, "")] for line in state.sample.text.splitlines()]
     return lines
 
 

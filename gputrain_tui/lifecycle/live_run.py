@@ -50,11 +50,16 @@ class LiveRun:
         run: Run,
         *,
         source: RunReader | None = None,
+        on_step: Callable[[Step], None] | None = None,
         now: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Follow a run from its directory, or from a ``source`` of events; ``clock`` measures the budget."""
+        """Follow a run from its directory, or from a ``source`` of events; ``clock`` measures the budget.
+
+        ``on_step`` is called with each step event or downsampled block, besides.
+        """
         self.run = run
+        self._on_step = on_step
         self.now = now
         self.plan = _plan(run)
         self.state = self._new_state()
@@ -177,6 +182,8 @@ class LiveRun:
             self.state.apply(event)
             if isinstance(event, Step):
                 self.series.apply(event)
+                if self._on_step is not None:
+                    self._on_step(event)
             elif isinstance(event, World):
                 self.series.change_world(event.world_size)
             elif isinstance(event, NodeSample):

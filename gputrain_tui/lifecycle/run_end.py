@@ -98,7 +98,7 @@ def record_end(run_dir: RunDir, plan: Plan, returncode: int, *, give_up: Callabl
 
 
 def _report_end(run_dir: RunDir, writer: RunStatusWriter) -> None:
-    from gputrain_tui.lifecycle.report import report_end  # a slow import, which a healthy run's supervisor skips
+    from gputrain_tui.lifecycle.report_sinks import report_end  # a slow import, which a healthy run's supervisor skips
 
     report_end(run_dir, writer)
 

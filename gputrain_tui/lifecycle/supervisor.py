@@ -52,7 +52,7 @@ from trainer.host.temporary_folder import system_folder
 
 if TYPE_CHECKING:
     from gputrain_tui.lifecycle.next_attempt import NextAttempt
-    from gputrain_tui.lifecycle.report import RunReport
+    from gputrain_tui.lifecycle.report_sinks import ReportSinks
 
 STOP_GRACE_S = 5.0
 """Time for the nodes to exit after a stop without saving; for one with saving, in addition to the time limits of the
@@ -87,7 +87,7 @@ class Supervisor:
         """Nodes that had ended, with unfinished ranks, when the run was adopted."""
         self._silent: set[int] = set()
         """Nodes whose hosts do not answer."""
-        self._report: RunReport | None = None
+        self._report: ReportSinks | None = None
 
     def run(self) -> ExitCode:
         """Supervise the run to its end; return its exit code."""
@@ -323,7 +323,7 @@ class Supervisor:
 
     def _begin_report(self) -> None:
         """Start the report of the recipe; called after the launch of the nodes, which its imports would delay."""
-        from gputrain_tui.lifecycle.report import read_report
+        from gputrain_tui.lifecycle.report_sinks import read_report
 
         self._report = read_report(self.dir, adopted=self._adopting)
         self._warn([] if self._report is None else self._report.begin())

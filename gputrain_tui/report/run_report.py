@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 
 import msgspec
+
+from gputrain_tui.diagnosis.roll_up import newest_findings
+from gputrain_tui.state import RankView, RunState
+from gputrain_tui.state.figures import mean_share
+from gputrain_tui.state.finding_text import by_urgency, failure_summary, failure_words
+from gputrain_tui.state.totals import PHASES, Totals
+from trainer.contract.outcome import RESTARTED
+from trainer.contract.record import Finding, NodeSample
 
 SCHEMA_VERSION = 1
 """Changes when a key goes or changes its meaning, not when one is added."""
@@ -26,7 +35,8 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
     """A part of the mean step."""
 
     name: str
-    """``data``, ``copy``, ``forward``, ``backward``, ``sync`` (exposed), ``optimizer`` or ``other``."""
+    """``data`` (waiting for a batch and copying it), ``forward``, ``backward``, ``sync`` (exposed gradient
+    synchronisation), ``optimizer`` or ``other``."""
     ms: float
     share: float
     """Of the step, 0 to 1."""
@@ -68,6 +78,26 @@ class FindingReport(msgspec.Struct, frozen=True, kw_only=True):
     evidence: dict[str, float] = msgspec.field(default_factory=dict)
 
 
+class HostReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A host as its node agent saw it last."""
+
+    host: str
+    node: int
+    cores: int | None = None
+    """Logical cores that the ranks may use."""
+    machine_cores: int | None = None
+    memory_total_bytes: int | None = None
+    gpus: tuple[GpuReport, ...] = ()
+
+
+class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU of a host."""
+
+    index: int
+    uuid: str
+    memory_total_bytes: int | None = None
+
+
 class ValidationReport(msgspec.Struct, frozen=True, kw_only=True):
     """A validation or test."""
 
@@ -98,6 +128,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     started: float | None = None
     ended: float | None = None
     duration_s: float | None = None
+    """Until now, or the end."""
     step: int = 0
     epoch: int = 0
     world_size: int
@@ -116,13 +147,200 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     validations: tuple[ValidationReport, ...] = ()
     findings: tuple[FindingReport, ...] = ()
     """By the time at which each was raised."""
-    hosts: tuple[dict[str, Any], ...] = ()
-    """Hardware of each host, as its agent reported it."""
-    versions: dict[str, str] = msgspec.field(default_factory=dict)
-    recipe_values: dict[str, str] = msgspec.field(default_factory=dict)
+    attempts: tuple[str, ...] = ()
+    """How each attempt before the last one ended."""
+    hosts: tuple[HostReport, ...] = ()
+    previous_run: str | None = None
+    """Id of the run before of the same recipe; None where there is none."""
+    changes: tuple[RecipeChange, ...] = ()
+    """What its recipe had otherwise."""
+    record_gap: str | None = None
+    """Why the record is not whole; None where it is."""
+
+
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a report has that is not in the events: of the status and the recipes."""
+
+    id: str
+    recipe: str
+    state: str
+    run_dir: str
+    exit_code: int | None = None
+    message: str | None = None
+    started: float | None = None
+    ended: float | None = None
+    duration_s: float | None = None
     previous_run: str | None = None
     changes: tuple[RecipeChange, ...] = ()
-    metrics: dict[str, float | None] = msgspec.field(default_factory=dict)
-    """Newest value of each metric of the user's own."""
-    gaps: tuple[str, ...] = ()
-    """Where the record is not whole."""
+
+
+def run_report(state: RunState, facts: RunFacts) -> RunReport:
+    """Return the report of a run from its state."""
+    figures = state.figures
+    return RunReport(
+        **msgspec.structs.asdict(facts),
+        step=figures.step,
+        epoch=figures.epoch,
+        world_size=state.world_size,
+        verdict=verdict(state, facts.state),
+        step_ms=figures.step_ms,
+        parts=step_parts(view.sums for view in state.ranks.values()),
+        samples_per_s=figures.samples_per_s,
+        steps_per_s=figures.steps_per_s,
+        tokens_per_s=figures.tokens_per_s,
+        mfu=figures.mfu,
+        ranks=_ranks(state),
+        loss=figures.loss,
+        loss_unit=state.loss_unit,
+        validations=tuple(
+            ValidationReport(
+                split=each.split,
+                step=each.step,
+                loss=_finite(each.loss),
+                metrics={name: _finite(value) for name, value in each.metrics.items()},
+            )
+            for each in state.validations
+        ),
+        findings=tuple(past_findings(state.past_findings)),
+        attempts=tuple(each.message for each in state.past_findings if each.kind == RESTARTED),
+        hosts=tuple(_host(state.nodes[node]) for node in sorted(state.nodes)),
+        record_gap=state.record_gap or None,
+    )
+
+
+def step_parts(all_sums: Iterable[Totals]) -> tuple[StepPart, ...]:
+    """Return the mean of each measured phase over the steps of which every phase was measured, in their order."""
+    measured = [sums for sums in all_sums if sums.whole_steps]
+    parts = []
+    for phase in PHASES:
+        share = mean_share(measured, phase)
+        of_phase = [sums for sums in measured if sums.share(phase) is not None]
+        if share is not None:
+            ms = sum(sums.phase_ms(phase) for sums in of_phase) / sum(sums.whole_steps for sums in of_phase)
+            parts.append(StepPart(name=phase, ms=ms, share=share))
+    return tuple(parts)
+
+
+def verdict(state: RunState, status: str) -> Verdict:
+    """Return what limits the run: its failure, else its gravest finding, else the largest part of its steps."""
+    failure = state.root_cause
+    if status == "failed" and failure is not None:
+        text = f"{failure_summary(failure)}: {failure.message}"
+        return Verdict(
+            kind="failure", text=text, rank=failure.rank, host=failure.host, cause=failure_words(failure), advice=None
+        )
+    lasting = [each for each, stands in newest_findings(state) if each.severity != "info" and stands]
+    if lasting:
+        worst = min(lasting, key=by_urgency)
+        return Verdict(
+            kind=worst.kind,
+            text=worst.message,
+            rank=worst.rank,
+            host=worst.host,
+            cause=worst.cause,
+            advice=worst.advice or None,
+        )
+    return _largest_part(state)
+
+
+BOUND = {
+    "data": ("input-bound", "waiting for data and copying it takes"),
+    "compute": ("compute-bound", "forward and backward take"),
+    "sync": ("communication-bound", "waiting for the gradient synchronisation takes"),
+    "optimizer": ("optimizer-bound", "the optimizer takes"),
+    "other": ("bound by its own code", "what is outside of all phases takes"),
+}
+"""By the largest part of a step: what the run is bound by, and what takes the time."""
+
+
+def _largest_part(state: RunState) -> Verdict:
+    parts = step_parts(view.sums for view in state.ranks.values())
+    if not parts:
+        unseen = state.unmeasured or ("no phase of a step was measured" if state.step else "no step was recorded")
+        return Verdict(kind="unmeasured", text=unseen)
+    shares: dict[str, float] = {}
+    for part in parts:
+        name = "compute" if part.name in ("forward", "backward") else part.name
+        shares[name] = shares.get(name, 0.0) + part.share
+    largest = max(shares, key=lambda name: shares[name])
+    bound, takes = BOUND[largest]
+    step_ms = state.figures.step_ms
+    of = "" if step_ms is None else f" of {step_ms:.1f} ms"
+    return Verdict(
+        kind=largest, text=f"{bound}: {takes} {100 * shares[largest]:.0f} % of a step{of}; no finding stands"
+    )
+
+
+def past_findings(events: Sequence[Finding]) -> list[FindingReport]:
+    """Return each finding from when it was raised until it was cleared, by the time at which it was raised.
+
+    One that is raised again before it is cleared goes on, with its newest words.
+    """
+    done: list[FindingReport] = []
+    standing: dict[tuple[str, int | None], FindingReport] = {}
+    for event in events:
+        if event.kind == RESTARTED:
+            continue
+        key = event.kind, event.rank
+        before = standing.pop(key, None)
+        if event.state == "cleared":
+            if before is not None:
+                done.append(msgspec.structs.replace(before, cleared=event.time, cleared_step=event.step))
+            continue
+        standing[key] = FindingReport(
+            kind=event.kind,
+            severity=event.severity,
+            message=event.message,
+            time=event.time if before is None else before.time,
+            step=event.step if before is None else before.step,
+            rank=event.rank,
+            host=event.host,
+            cause=event.cause,
+            advice=event.advice or None,
+            evidence=dict(event.evidence),
+        )
+    return sorted([*done, *standing.values()], key=lambda each: each.time)
+
+
+def _ranks(state: RunState) -> tuple[RankReport, ...]:
+    late = state.lateness()
+    named: dict[int, list[str]] = {}
+    for finding, stands in newest_findings(state):
+        for rank in {*finding.ranks, finding.rank} if stands else ():
+            if rank is not None:
+                named.setdefault(rank, []).append(finding.kind)
+    return tuple(_rank(view, late, named) for view in state.ranks.values())
+
+
+def _rank(view: RankView, late: Mapping[int, float], named: Mapping[int, Sequence[str]]) -> RankReport:
+    return RankReport(
+        rank=view.rank,
+        host=view.host,
+        device=view.device,
+        outcome=view.outcome,
+        steps=view.totals.steps,
+        loss=view.loss,
+        samples_per_s=view.totals.samples_per_s,
+        step_ms=view.totals.mean_step_ms,
+        late_ms=late.get(view.rank),
+        parts=step_parts([view.totals]),
+        memory_peak_bytes=view.memory_peak_bytes,
+        findings=tuple(named.get(view.rank, ())),
+    )
+
+
+def _host(sample: NodeSample) -> HostReport:
+    return HostReport(
+        host=sample.host,
+        node=sample.node,
+        cores=sample.cores,
+        machine_cores=sample.machine_cores,
+        memory_total_bytes=sample.memory_total_bytes,
+        gpus=tuple(
+            GpuReport(index=gpu.index, uuid=gpu.uuid, memory_total_bytes=gpu.memory_total_bytes) for gpu in sample.gpus
+        ),
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None

@@ -225,6 +225,19 @@ def test_each_figure_has_one_value_in_every_view(ended: bool, tmp_path: Path, mo
         assert compared.history.last_second == pytest.approx(0.1 * STEPS, abs=1.0)
         assert rates == [pytest.approx(rate)], "the curve is of the same rate, also where the clock was set forward"
 
+    # The report.
+    told = json.loads(command("report", "last", "--json"))
+    assert told["samples_per_s"] == pytest.approx(rate)
+    assert told["step_ms"] == pytest.approx(step_ms)
+    assert {part["name"]: part["share"] for part in told["parts"]}["sync"] == pytest.approx(share / 100)
+    assert sum(part["share"] for part in told["parts"][1:3]) == pytest.approx(compute / 100)
+    assert [rank["late_ms"] for rank in told["ranks"]] == [0.0, pytest.approx(late)]
+    assert told["verdict"]["text"] == "NaN"
+    if ended:
+        page_of_text = command("report")
+        assert f"{share:.1f}%" in page_of_text
+        assert f"{rate:,.1f} samples/s" in page_of_text
+
     # Elapsed, step, loss and what stands.
     took = duration(entry["duration_s"])
     for shown in (took, cell_text(entry, "took"), after("elapsed", [header]), after("elapsed", page)):

@@ -16,9 +16,7 @@ from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_r
 from gputrain_tui.console.widgets.overlay_chart import OverlayChart
 from gputrain_tui.history.comparison import MEASURES, RecipeDifference, differences
 from gputrain_tui.history.run_folders import Run
-from gputrain_tui.lifecycle.recipe_to_run import recipe_of
-from gputrain_tui.recipe.build import load
-from gputrain_tui.recipe.model import Recipe
+from gputrain_tui.report.load_report import read_recipe
 from gputrain_tui.state.share_changes import shares_text
 from gputrain_tui.tables import printable
 from trainer.contract.errors import RequestError
@@ -92,7 +90,7 @@ class CompareScreen(Page):
     async def _show_differences(self) -> None:
         table = self.query_one(Differences)
         try:
-            found = differences(await asyncio.to_thread(lambda: [_recipe_of(run) for run in self._runs]))
+            found = differences(await asyncio.to_thread(lambda: [read_recipe(run) for run in self._runs]))
             table.differences = [*found, *_shares(self._runs)]
         except RequestError as error:
             table.differences, table.problem = [], str(error)
@@ -127,15 +125,3 @@ def _shares(runs: Sequence[Run]) -> list[RecipeDifference]:
     """Return the newest shares of runs of which any has balanced ones, as a row below the keys of their recipes."""
     values = tuple("" if run.status.shares is None else shares_text(run.status.shares) for run in runs)
     return [RecipeDifference(key="shares", values=values)] if any(values) else []
-
-
-def _recipe_of(run: Run) -> Recipe:
-    """Return a run's recipe; for a user's own task this may run a process that prints its options.
-
-    Raises:
-        RequestError: the recipe cannot be read.
-    """
-    try:
-        return load(recipe_of(run))
-    except RequestError as error:
-        raise RequestError(f"the recipe of {run.id} cannot be read: {error}") from None

@@ -24,7 +24,7 @@ from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle import attempt_outcome, run_end
 from gputrain_tui.lifecycle.attempt import AttemptResult, failed, with_note
 from gputrain_tui.lifecycle.launchers import slurm_successor
-from gputrain_tui.lifecycle.report import report_end
+from gputrain_tui.lifecycle.report_sinks import report_end
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.lifecycle.saving_time import saving_time_before
 from gputrain_tui.plan.batch_script import sbatch_arguments, supervisor_script

@@ -85,7 +85,7 @@ class LiveSink:
         return self.problem()
 
 
-class RunReport:
+class ReportSinks:
     """Live sinks of one run, and its commands for findings and for the end."""
 
     def __init__(self, run_dir: RunDir, options: ReportOptions) -> None:
@@ -188,7 +188,7 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float, is_interrupted: Ca
     return process.returncode is not None
 
 
-def read_report(run_dir: RunDir, *, adopted: bool) -> RunReport | None:
+def read_report(run_dir: RunDir, *, adopted: bool) -> ReportSinks | None:
     """Return the report of a run by its recipe; None without ``[report]`` or a readable recipe.
 
     An adopted run must be the one that was started in this user's runs folder: stopping a run directory that was copied
@@ -198,7 +198,7 @@ def read_report(run_dir: RunDir, *, adopted: bool) -> RunReport | None:
         if adopted and not _was_started_here(run_dir):
             return None
         table = recorded_table(run_dir, "report")
-        return RunReport(run_dir, check(ReportOptions, table, where=str)) if table else None
+        return ReportSinks(run_dir, check(ReportOptions, table, where=str)) if table else None
     except (OSError, ValueError, RecursionError):
         return None
 

@@ -1,0 +1,88 @@
+"""``gputrain compare``: compares runs with a first one, and fails on a limit."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from contextlib import closing
+
+import msgspec
+
+from gputrain_tui.commands.shared_flags import RUN_HELP
+from gputrain_tui.headless.comparison_text import comparison_lines
+from gputrain_tui.headless.foreground import use_colour
+from gputrain_tui.headless.progress import paint
+from gputrain_tui.history.comparison import differences
+from gputrain_tui.history.run_folders import Run, find
+from gputrain_tui.output import print_json, print_message, print_styled
+from gputrain_tui.report.load_report import read_recipe, read_run_record, run_facts
+from gputrain_tui.report.run_comparison import RecipeValues, RecordedRun, RunComparison, compare, parse_condition
+from gputrain_tui.report.run_report import run_report
+from gputrain_tui.report.step_blocks import StepBlocks
+from trainer.contract.errors import ExitCode, RequestError
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.add_argument("first", metavar="A", help=f"the run to compare with: {RUN_HELP}")
+    parser.add_argument("others", metavar="B", nargs="+", help="runs that are compared with it")
+    parser.add_argument(
+        "--fail-on",
+        metavar="CONDITION",
+        action="append",
+        default=[],
+        help="exit with 1 if a run exceeds it beyond its interval: 'step_ms>+5%%', 'throughput<-5%%', "
+        "'loss@1000>+0.02', 'peak_memory>+10%%', finding:KIND; may be repeated",
+    )
+    parser.add_argument("--anyway", action="store_true", help="compare runs of other hardware or ranks, too")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument("--schema", action="store_true", help="print the JSON Schema of --json")
+
+
+def run(args: Namespace) -> int:
+    """Print the comparison; return exit code 1 if a limit is exceeded, 2 if it cannot be checked.
+
+    Raises:
+        RequestError: there is no such run, or a condition is none.
+    """
+    if args.schema:
+        print_json(msgspec.json.encode(msgspec.json.schema(RunComparison)).decode())
+        return ExitCode.FINISHED
+    conditions = [parse_condition(text) for text in args.fail_on]
+    runs = [find(name) for name in (args.first, *args.others)]
+    comparison = compare([_recorded(each) for each in runs], recipe=_recipe_values(runs), conditions=conditions)
+    if args.json:
+        print_json(msgspec.json.encode(comparison).decode())
+    else:
+        colour = use_colour(sys.stdout.isatty(), os.environ)
+        print_styled("\n".join(paint(line, colour=colour) for line in comparison_lines(comparison)))
+    if comparison.incomparable and not args.anyway:
+        print_message(f"the runs cannot be compared: {'; '.join(comparison.incomparable)}; --anyway compares them")
+        return ExitCode.BAD_REQUEST
+    for limit in comparison.limits:
+        if limit.exceeded is not False:
+            how = "exceeds" if limit.exceeded else "cannot be checked by"
+            print_message(f"{limit.run} {how} {limit.condition}: {limit.text}")
+    results = [limit.exceeded for limit in comparison.limits]
+    if True in results:
+        return ExitCode.FAILED
+    return ExitCode.BAD_REQUEST if None in results else ExitCode.FINISHED
+
+
+def _recorded(run: Run) -> RecordedRun:
+    blocks = StepBlocks()
+    with closing(read_run_record(run, on_step=blocks.apply)) as live:
+        return RecordedRun(report=run_report(live.state, run_facts(live)), blocks=blocks)
+
+
+def _recipe_values(runs: Sequence[Run]) -> list[RecipeValues]:
+    """Return the keys that differ; none where a recipe cannot be read, which is said."""
+    try:
+        recipes = [read_recipe(each) for each in runs]
+    except RequestError as error:
+        print_message(f"the recipes are not compared: {error}")
+        return []
+    return [RecipeValues(key=each.key, values=each.values) for each in differences(recipes)]

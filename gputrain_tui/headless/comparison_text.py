@@ -1,0 +1,55 @@
+"""Renders a comparison of runs as text."""
+
+from __future__ import annotations
+
+from gputrain_tui.headless.number_text import number
+from gputrain_tui.headless.progress import Piece
+from gputrain_tui.report.run_comparison import FigureComparison, RunComparison, change_text
+from gputrain_tui.tables import TableColumn, cut, size, table
+
+MAX_KEYS = 20
+"""Recipe keys that are shown; ``--json`` has all."""
+
+
+def comparison_lines(comparison: RunComparison) -> list[list[Piece]]:
+    """Return the comparison in lines: what differs in the recipes, then each figure, then the checked limits."""
+    lines: list[list[Piece]] = []
+    first = comparison.runs[0]
+    for index, run in enumerate(comparison.runs[1:]):
+        lines += [[(run, "bold"), (" against ", "dim"), (first, "bold")]]
+        lines += [[("  not comparable  ", "alarm"), (text, "")] for text in comparison.incomparable]
+        changed = [each for each in comparison.recipe if each.values[index + 1] != each.values[0]]
+        for each in changed[:MAX_KEYS]:
+            before, now = (cut(value, 40) or "–" for value in (each.values[0], each.values[index + 1]))
+            lines.append([("  ", ""), (each.key, "dim"), (f"  {before} → {now}", "")])
+        if len(changed) > MAX_KEYS:
+            lines.append([(f"  … and {len(changed) - MAX_KEYS:,} keys more", "dim")])
+        if not changed:
+            lines.append([("  the same recipe", "dim")])
+        lines += [[], *_figures(comparison, index), []]
+    for limit in comparison.limits:
+        style = "alarm" if limit.exceeded else ""
+        lines.append(
+            [("exceeded  " if limit.exceeded else "kept      ", style), (f"{limit.condition}: {limit.text}", style)]
+        )
+    return lines if comparison.limits else lines[:-1]
+
+
+def _figures(comparison: RunComparison, index: int) -> list[list[Piece]]:
+    rows = []
+    for figure in comparison.figures:
+        difference = figure.differences[index]
+        shown = change_text(difference, relative=figure.relative)
+        noise = "" if difference.change is None or difference.beyond_noise else "noise"
+        name = figure.name.replace("_", " ").removesuffix(" ms") + (f", {figure.unit}" if figure.unit else "")
+        rows.append((name, _value(figure, difference.before), _value(figure, difference.now), shown, noise))
+    right = ("before", "now")
+    columns = [TableColumn(title, right=title in right) for title in ("figure", "before", "now", "change", "")]
+    title, *texts = table(columns, rows).splitlines()
+    return [[("  " + title, "dim")], *([("  " + text, "")] for text in texts)]
+
+
+def _value(figure: FigureComparison, value: float | None) -> str:
+    if value is None:
+        return "–"
+    return size(round(value)) if figure.unit == "bytes" else number(value, 2 if figure.relative else 4)

@@ -1,0 +1,77 @@
+"""Reads a run's record into its state, and what the report says beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import islice
+
+from gputrain_tui.history.comparison import differences
+from gputrain_tui.history.run_folders import RECENT_RUNS, Run, UnreadableRun, newest_runs
+from gputrain_tui.lifecycle.live_run import LiveRun
+from gputrain_tui.lifecycle.recipe_to_run import recipe_of
+from gputrain_tui.recipe.build import load
+from gputrain_tui.recipe.model import Recipe
+from gputrain_tui.report.run_report import RecipeChange, RunFacts
+from trainer.contract.errors import RequestError
+from trainer.contract.record import Step
+
+
+def read_run_record(run: Run, *, on_step: Callable[[Step], None] | None = None) -> LiveRun:
+    """Return the run with its whole record read; that of one that goes on, as far as it is written.
+
+    ``on_step`` is called with each step event.
+    """
+    live = LiveRun(run, on_step=on_step)
+    while live.poll(budget_s=1.0):
+        pass
+    return live
+
+
+def run_facts(live: LiveRun) -> RunFacts:
+    """Return what status and recipes say of a run."""
+    run, status = live.run, live.run.status
+    previous = previous_run(run, islice(newest_runs(run.dir.path.parent), RECENT_RUNS))
+    return RunFacts(
+        id=run.id,
+        recipe=status.recipe,
+        state=live.status,
+        run_dir=str(run.dir.path),
+        exit_code=status.exit_code,
+        message=live.message,
+        started=status.started or None,
+        ended=status.ended,
+        duration_s=live.elapsed_s,
+        previous_run=None if previous is None else previous.id,
+        changes=() if previous is None else recipe_changes(previous, run),
+    )
+
+
+def previous_run(run: Run, others: Iterable[Run | UnreadableRun]) -> Run | None:
+    """Return the newest run of the same recipe that started before; ``others``: newest first."""
+    for other in others:
+        if isinstance(other, UnreadableRun) or other.status.recipe != run.status.recipe:
+            continue
+        if other.status.started < run.status.started:
+            return other
+    return None
+
+
+def recipe_changes(before: Run, now: Run) -> tuple[RecipeChange, ...]:
+    """Return the keys whose values differ; none where a recipe cannot be read."""
+    try:
+        found = differences([read_recipe(before), read_recipe(now)])
+    except RequestError:
+        return ()
+    return tuple(RecipeChange(key=each.key, before=each.values[0], now=each.values[1]) for each in found)
+
+
+def read_recipe(run: Run) -> Recipe:
+    """Return the recipe of a run.
+
+    Raises:
+        RequestError: it cannot be read.
+    """
+    try:
+        return load(recipe_of(run))
+    except RequestError as error:
+        raise RequestError(f"the recipe of {run.id} cannot be read: {error}") from None

@@ -1,0 +1,127 @@
+"""A run's steps in a few equal blocks, from which differences and their intervals are taken. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+from gputrain_tui.state.totals import PHASES, ZERO_TOTALS, Totals
+from trainer.contract.record import Step
+
+MIN_BLOCKS = 64
+"""Blocks of a run that has as many steps; at twice as many, neighbours are joined."""
+MIN_VALUES = 16
+"""Blocks that an interval needs: of fewer it is too narrow."""
+RESAMPLES = 1000
+"""Of the bootstrap: its quantiles of 2.5 and 97.5 % are then known to a few thousandths."""
+Interval = tuple[float, float]
+
+
+class StepBlocks:
+    """Sums over the steps of each rank in blocks of equally many steps, in bounded memory."""
+
+    def __init__(self) -> None:
+        self.length = 1
+        """Steps of a block."""
+        self._blocks: dict[int, dict[int, Totals]] = {}
+        """By number of the block, by rank."""
+
+    def apply(self, event: Step) -> None:
+        """Add a step event; one that covers several steps counts to the block of its last one.
+
+        Steps that a restart repeats count twice, as their time was spent twice.
+        """
+        number = (event.step - 1) // self.length
+        sums = self._blocks.setdefault(number, {})
+        sums[event.rank] = sums.get(event.rank, ZERO_TOTALS).plus(event)
+        while len(self._blocks) >= 2 * MIN_BLOCKS:
+            self._join()
+
+    def _join(self) -> None:
+        joined: dict[int, dict[int, Totals]] = {}
+        for number, sums in self._blocks.items():
+            into = joined.setdefault(number // 2, {})
+            for rank, totals in sums.items():
+                into[rank] = _added(into[rank], totals) if rank in into else totals
+        self.length *= 2
+        self._blocks = joined
+
+    @property
+    def last_step(self) -> int:
+        """Last step that the blocks may hold."""
+        return (max(self._blocks) + 1) * self.length if self._blocks else 0
+
+    def after_warm_up(self) -> list[Sequence[Totals]]:
+        """Return the sums of the ranks in each block, in order, without the first tenth of the blocks, at least one.
+
+        First steps allocate memory, read files and compile.
+        """
+        numbers = sorted(self._blocks)
+        skipped = max(1, len(numbers) // 10) if len(numbers) > 2 else 0
+        return [list(self._blocks[number].values()) for number in numbers[skipped:]]
+
+    def around(self, step: int) -> list[Sequence[Totals]]:
+        """Return the blocks within a twentieth of a step, or the one that holds it; none where the run ended before."""
+        reach = max(step // 20, 1)
+        near = [
+            number
+            for number in sorted(self._blocks)
+            if number * self.length + 1 <= step + reach and (number + 1) * self.length >= step - reach
+        ]
+        if not near or step > self.last_step:
+            return []
+        return [list(self._blocks[number].values()) for number in near]
+
+
+def _added(one: Totals, other: Totals) -> Totals:
+    """Return the sums over both; phases of steps before the first synchronisation are dropped, as in ``plus``."""
+    if other.synced_steps and not one.synced_steps:
+        one = one._replace(whole_ms=0.0, whole_steps=0, **{f"{phase}_ms": 0.0 for phase in PHASES})  # type: ignore[arg-type]
+    return Totals._make(a + b for a, b in zip(one, other, strict=True))
+
+
+Measure = Callable[[Sequence[Totals]], float | None]
+"""Figure of one block from the sums of its ranks."""
+
+
+def block_values(blocks: Sequence[Sequence[Totals]], measure: Measure) -> list[float]:
+    """Return the figure of each block that has one."""
+    return [value for block in blocks if (value := measure(block)) is not None]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean of one or more values, without ``fmean``'s exact and slower sum."""
+    return sum(values) / len(values)
+
+
+def difference_interval(before: Sequence[float], after: Sequence[float], *, relative: bool) -> Interval | None:
+    """Return the 95 % interval of the difference of two means, ``after`` less ``before``.
+
+    None with fewer than ``MIN_VALUES`` blocks. Moving blocks of neighbours are drawn with replacement, as the values of
+    neighbours depend on each other (Künsch, Annals of Statistics 17, 1989); they have the third root of the number of
+    values, and their places wrap around (Politis & Romano 1992). The generator has a fixed seed: the same records give
+    the same interval.
+    """
+    if min(len(before), len(after)) < MIN_VALUES:
+        return None
+    random = Random(0)
+    drawn = []
+    for _ in range(RESAMPLES):
+        one, other = _resampled_mean(before, random), _resampled_mean(after, random)
+        if relative and not one:
+            return None
+        drawn.append(other / one - 1 if relative else other - one)
+    drawn.sort()
+    return drawn[round(0.025 * RESAMPLES)], drawn[round(0.975 * RESAMPLES) - 1]
+
+
+def _resampled_mean(values: Sequence[float], random: Random) -> float:
+    count = len(values)
+    length = max(1, round(count ** (1 / 3)))
+    total, taken = 0.0, 0
+    while taken < count:
+        start = random.randrange(count)
+        for offset in range(min(length, count - taken)):
+            total += values[(start + offset) % count]
+        taken += length
+    return total / count

@@ -1,0 +1,166 @@
+"""The report of a run: verdict, findings with their times, and a page that stays one with any record."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import synthetic
+from jsonschema import validate
+from synthetic import BEGIN, write
+
+from gputrain_tui import cli
+from gputrain_tui.headless.progress import paint
+from gputrain_tui.headless.report_text import report_lines
+from gputrain_tui.history.run_folders import Run
+from gputrain_tui.report.load_report import previous_run, read_run_record, recipe_changes, run_facts
+from gputrain_tui.report.run_report import RunReport, past_findings, run_report, verdict
+from gputrain_tui.state import RunState
+from trainer.contract.record import AnyEvent, Failure, Finding, Step, Validation
+
+
+def step(number: int, rank: int = 0, **parts: float) -> Step:
+    ms = {"data_ms": 1.0, "forward_ms": 4.0, "backward_ms": 6.0, "optimizer_ms": 1.0, "other_ms": 0.0} | parts
+    waits = ms.pop("sync_exposed_ms", 0.5)
+    return Step(
+        time=BEGIN + number, rank=rank, step=number, epoch=1, steps=1, samples=8, loss=1.0, lr=0.1,
+        step_ms=sum(ms.values()) + waits, sync_exposed_ms=waits, **ms,
+    )  # fmt: skip
+
+
+def finding(kind: str, at: float, **more: Any) -> Finding:
+    return Finding(time=BEGIN + at, kind=kind, message=f"{kind} it is", step=int(at), **more)
+
+
+CRASH = Failure(time=BEGIN + 9, rank=1, host="a", kind="exception", message="ValueError: no", step=8)
+VERDICTS: dict[str, tuple[list[AnyEvent], str, str, str]] = {
+    "computing": ([step(1)], "finished", "compute", "compute-bound: forward and backward take 80 % of a step of 12.5"),
+    "data": ([step(1, data_ms=30.0)], "finished", "data", "input-bound: waiting for data and copying it takes 72 %"),
+    "network": ([step(1, sync_exposed_ms=30.0)], "finished", "sync", "communication-bound: "),
+    "optimizer": ([step(1, optimizer_ms=30.0)], "running", "optimizer", "optimizer-bound: the optimizer takes 72 %"),
+    "its own code": ([step(1, other_ms=30.0)], "finished", "other", "bound by its own code: "),
+    "nothing": ([], "failed", "unmeasured", "no step was recorded"),
+    "a finding": ([step(1), finding("straggler", 5, rank=1)], "running", "straggler", "straggler it is"),
+    "the gravest finding": (
+        [finding("straggler", 5, rank=1), finding("desync", 6, severity="critical")], "running", "desync", "desync it",
+    ),
+    "a finding that is over": (
+        [step(1), finding("straggler", 5, rank=1), finding("straggler", 7, rank=1, state="cleared")],
+        "finished", "compute", "compute-bound",
+    ),
+    "what only informs": ([step(1), finding("imbalance", 5, severity="info")], "finished", "compute", "compute-bound"),
+    "a failure before a finding": (
+        [step(1), finding("straggler", 5, rank=0), CRASH], "failed", "failure", "rank 1 exception at step 8",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VERDICTS)
+def test_the_verdict_is_failure_then_finding_then_largest_part(name: str) -> None:
+    events, status, kind, text = VERDICTS[name]
+    state = RunState(world_size=2)
+    state.apply_all(events)
+    found = verdict(state, status)
+    assert found.kind == kind
+    assert found.text.startswith(text)
+
+
+def test_a_finding_has_the_time_at_which_it_was_raised_first_and_at_which_it_was_cleared() -> None:
+    events = [
+        finding("straggler", 10, rank=1),
+        finding("straggler", 12, rank=1, severity="critical"),
+        finding("imbalance", 15),
+        finding("straggler", 20, rank=1, state="cleared"),
+        finding("straggler", 30, rank=1),
+        finding("memory_creep", 40, rank=0, state="cleared"),
+    ]
+    found = past_findings(events)
+    assert [(each.kind, each.time - BEGIN, each.step, each.cleared_step, each.severity) for each in found] == [
+        ("straggler", 10, 10, 20, "critical"),
+        ("imbalance", 15, 15, None, "warning"),
+        ("straggler", 30, 30, None, "warning"),
+    ]
+
+
+def told(run: Run, width: int = 100) -> tuple[dict[str, Any], list[str]]:
+    """Return the report of a run as JSON and as text."""
+    live = read_run_record(run)
+    report = run_report(live.state, run_facts(live))
+    live.close()
+    lines = [paint(line, colour=False) for line in report_lines(report, live.state, width)]
+    return json.loads(msgspec.json.encode(report)), lines
+
+
+def scenes(folder: Path) -> dict[str, Run]:
+    made = {
+        "running": synthetic.run(folder / "1", steps=40),
+        "without a step": synthetic.run(folder / "2", steps=0, joined=1, status="failed"),
+        "failed": synthetic.run(folder / "3", steps=40, status="failed", failed_rank=1),
+        "torn": synthetic.run(folder / "4", steps=40, status="finished"),
+        "markup": synthetic.run(folder / "5", name="[red]<b>\x1b[31m&", steps=20, status="finished"),
+        "not a number": synthetic.run(folder / "6", steps=20, status="finished"),
+    }
+    with made["torn"].dir.rank_events(0).open("ab") as file:
+        file.write(b'{"type":"step","time":1.')
+    write(
+        made["not a number"].dir.rank_events(0),
+        Validation(time=BEGIN + 30, step=20, epoch=1, split="valid", loss=float("nan"), metrics={"f1": float("inf")}),
+    )
+    write(made["markup"].dir.run_events, finding("straggler", 9, rank=1, host="\x1b]0;x\x07<script>"))
+    return made
+
+
+@pytest.mark.parametrize("scene", ["running", "without a step", "failed", "torn", "markup", "not a number"])
+def test_a_report_of_any_record_fits_its_schema_and_sends_nothing_to_a_terminal(scene: str, tmp_path: Path) -> None:
+    data, lines = told(scenes(tmp_path)[scene])
+    validate(data, msgspec.json.schema(RunReport))
+    assert not any(re.search(r"[\x00-\x1f\x7f-\x9f]", line) for line in lines)
+    assert lines[1]
+
+
+def test_1024_ranks_are_a_page(tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path, nodes=128, ranks_per_node=8, steps=2, status="finished", straggler=100)
+    data, lines = told(run)
+    assert len(data["ranks"]) == 1024
+    assert len(lines) < 80
+    assert "… and 992 ranks that were less late" in "\n".join(lines)
+
+
+def test_shares_of_the_parts_add_up_and_hardware_is_told(tmp_path: Path) -> None:
+    data, lines = told(synthetic.run(tmp_path, nodes=2, ranks_per_node=2, steps=60, status="finished"))
+    assert sum(part["share"] for part in data["parts"]) == pytest.approx(1)
+    assert {host["host"] for host in data["hosts"]} == {"node000", "node001"}
+    assert any(line.startswith("  node001  ") for line in lines)
+
+
+def test_the_recipe_is_compared_with_the_run_before(tmp_path: Path) -> None:
+    table = '[[cluster.nodes]]\ncpu_ranks = 2\n[task]\ndata = "stdlib"\n[train]\ntask = "lm"\n'
+    runs = []
+    for seconds, (name, lr) in enumerate([("demo", 0.1), ("other", 0.3), ("demo", 0.2)]):
+        run = synthetic.run(tmp_path, name=name, steps=5, status="finished")
+        run.dir.recipe.write_text(f"{table}lr = {lr}\n")
+        run.status.started += seconds
+        runs.append(run)
+    found = previous_run(runs[2], [runs[2], runs[1], runs[0]])
+    assert found is not None
+    assert found.id == runs[0].id
+    assert previous_run(runs[0], [runs[2], runs[1], runs[0]]) is None
+    (change,) = recipe_changes(found, runs[2])
+    assert (change.key, change.before, change.now) == ("train.lr", "0.1", "0.2")
+    found.dir.recipe.write_text("torn = [")
+    assert recipe_changes(found, runs[2]) == ()
+
+
+def test_a_file_is_replaced_only_by_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))
+    synthetic.run(tmp_path / "runs", steps=5, status="finished")
+    out = tmp_path / "report.json"
+    out.write_text("mine")
+    assert cli.main(["report", "last", "--json", "-o", str(out)]) == 2
+    assert out.read_text() == "mine"
+    assert cli.main(["report", "last", "--json", "-o", str(out), "--force"]) == 0
+    assert json.loads(out.read_text())["schema_version"] == 1
