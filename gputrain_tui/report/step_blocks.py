@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from random import Random
 
 from gputrain_tui.state.totals import PHASES, ZERO_TOTALS, Totals
@@ -105,9 +106,10 @@ def difference_interval(before: Sequence[float], after: Sequence[float], *, rela
     if min(len(before), len(after)) < MIN_VALUES:
         return None
     random = Random(0)
+    draw_before, draw_after = _mean_of_drawn(before, random), _mean_of_drawn(after, random)
     drawn = []
     for _ in range(RESAMPLES):
-        one, other = _resampled_mean(before, random), _resampled_mean(after, random)
+        one, other = draw_before(), draw_after()
         if relative and not one:
             return None
         drawn.append(other / one - 1 if relative else other - one)
@@ -115,13 +117,18 @@ def difference_interval(before: Sequence[float], after: Sequence[float], *, rela
     return drawn[round(0.025 * RESAMPLES)], drawn[round(0.975 * RESAMPLES) - 1]
 
 
-def _resampled_mean(values: Sequence[float], random: Random) -> float:
+def _mean_of_drawn(values: Sequence[float], random: Random) -> Callable[[], float]:
+    """Return a function that draws as many values as there are, in blocks of neighbours, and returns their mean."""
     count = len(values)
     length = max(1, round(count ** (1 / 3)))
-    total, taken = 0.0, 0
-    while taken < count:
-        start = random.randrange(count)
-        for offset in range(min(length, count - taken)):
-            total += values[(start + offset) % count]
-        taken += length
-    return total / count
+    lengths = [length] * (count // length) + ([count % length] if count % length else [])
+    sums = list(accumulate([*values, *values[:length]], initial=0.0))  # differences of two are sums of blocks
+
+    def draw() -> float:
+        total = 0.0
+        for each in lengths:
+            start = int(random.random() * count)
+            total += sums[start + each] - sums[start]
+        return total / count
+
+    return draw

@@ -1,0 +1,188 @@
+"""Comparison of runs: intervals that hold what they say, conditions, and runs that cannot be compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+import synthetic
+from jsonschema import validate
+from msgspec.structs import replace
+from synthetic import BEGIN
+
+from gputrain_tui import cli
+from gputrain_tui.report.run_comparison import (
+    RecordedRun,
+    RunComparison,
+    compare,
+    incomparable,
+    parse_condition,
+)
+from gputrain_tui.report.run_report import HostReport, RankReport, RunReport, ValidationReport, Verdict
+from gputrain_tui.report.step_blocks import MIN_BLOCKS, StepBlocks, block_values, difference_interval, mean
+from trainer.contract.errors import RequestError
+from trainer.contract.record import Step
+
+REPORT = RunReport(
+    id="a", recipe="r", state="finished", world_size=2, run_dir="/r", step=100,
+    verdict=Verdict(kind="compute", text=""),
+    ranks=(RankReport(rank=0, device="cpu", memory_peak_bytes=1000),), hosts=(HostReport(host="h", node=0, cores=4),),
+    validations=(ValidationReport(split="valid", step=100, loss=2.0),), loss_unit="nats",
+)  # fmt: skip
+
+
+def recorded(
+    name: str = "a", *, steps: int = 640, slower: float = 0.0, loss: float = 1.0, seed: int = 0, noise: float = 0.02
+) -> RecordedRun:
+    """Return a run of steps of 20 ms, of whose forward pass takes a share of the step longer."""
+    blocks, random = StepBlocks(), Random(seed)
+    for number in range(1, steps + 1):
+        forward = 8.0 * (1 + random.gauss(0, noise)) + 20 * slower
+        blocks.apply(
+            Step(
+                time=BEGIN + number, rank=0, step=number, epoch=1, steps=1, samples=8, loss=loss + 10 / number, lr=0.1,
+                step_ms=12.0 + forward, data_ms=0.5, forward_ms=forward, backward_ms=9.0, optimizer_ms=1.0,
+                other_ms=0.0, sync_exposed_ms=1.5,
+            )
+        )  # fmt: skip
+    return RecordedRun(report=replace(REPORT, id=name), blocks=blocks)
+
+
+def autoregressive(random: Random, count: int, memory: float) -> list[float]:
+    values = [random.gauss(0, 1)]
+    while len(values) < count:
+        values.append(memory * values[-1] + (1 - memory**2) ** 0.5 * random.gauss(0, 1))
+    return [100 + value for value in values]
+
+
+@pytest.mark.parametrize("memory", [0.0, 0.3])
+def test_about_95_of_100_intervals_hold_the_true_difference(memory: float) -> None:
+    random, held = Random(1), 0
+    for _ in range(200):
+        before, after = (autoregressive(random, 96, memory) for _ in range(2))
+        interval = difference_interval(before, after, relative=False)
+        assert interval is not None
+        held += interval[0] <= 0 <= interval[1]
+    assert 170 <= held <= 198
+
+
+def test_the_other_way_round_a_difference_has_the_other_sign() -> None:
+    one, other = autoregressive(Random(1), 64, 0.2), autoregressive(Random(2), 64, 0.2)
+    there = difference_interval(one, other, relative=False)
+    back = difference_interval(other, one, relative=False)
+    assert there is not None
+    assert back is not None
+    assert there == pytest.approx((-back[1], -back[0]), abs=0.05)
+
+
+def test_of_few_blocks_there_is_no_interval() -> None:
+    assert difference_interval([1.0] * 15, [1.0] * 99, relative=True) is None
+
+
+@pytest.mark.parametrize("steps", [1, 7, 127, 128, 5_000])
+def test_blocks_hold_every_step_once_in_bounded_number(steps: int) -> None:
+    run = recorded(steps=steps, noise=0.0)
+    counted = run.blocks.around(steps) if steps == 1 else [*run.blocks._blocks.values()]
+    assert len(counted) <= 2 * MIN_BLOCKS
+    assert sum(sums.steps for block in run.blocks._blocks.values() for sums in block.values()) == steps
+    step_ms = block_values(run.blocks.after_warm_up(), lambda block: block[0].mean_step_ms)
+    assert mean(step_ms) == pytest.approx(20.0)
+
+
+def checked(condition: str, run: RecordedRun, first: RecordedRun | None = None) -> tuple[bool | None, str]:
+    (limit,) = compare([first or recorded(), run], conditions=[parse_condition(condition)]).limits
+    return limit.exceeded, limit.text
+
+
+LIMITS: dict[str, tuple[str, RecordedRun, bool | None, str]] = {
+    "slower": ("step_ms>+5%", recorded("b", slower=0.1, seed=1), True, "most by forward (+2.0 ms)"),
+    "as fast": ("step_ms>+5%", recorded("b", seed=1), False, "within the limit"),
+    "within its interval": ("step_ms>+5%", recorded("b", slower=0.051, seed=1, noise=1.0), False, "its interval"),
+    "a phase": ("forward_ms>+10%", recorded("b", slower=0.1, seed=1), True, "forward_ms +25."),
+    "less throughput": ("throughput<-5%", recorded("b", slower=0.1, seed=1), True, "most by forward"),
+    "more throughput": ("throughput<-5%", recorded("b", slower=-0.1, seed=1), False, "within the limit"),
+    "loss at a step": ("loss@300>+0.02", recorded("b", loss=1.1), True, "loss@300 +0.1000"),
+    "loss of both ends": ("loss>+0.02", recorded("b", loss=1.01), False, "within the limit"),
+    "a step that is not there": ("loss@9000>+0.02", recorded("b"), None, "loss@9000 is not known of a"),
+    "few steps": ("step_ms>+5%", recorded("b", steps=9), None, "too few steps for an interval"),
+    "validation": ("valid>+0.1", recorded("b"), False, "valid +0.0000: within the limit"),
+    "memory": ("peak_memory>+10%", recorded("b"), False, "peak_memory +0.0 %: within the limit"),
+    "a finding": ("finding:straggler", recorded("b"), False, "no straggler stands"),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_limit_is_exceeded_only_beyond_the_interval(name: str) -> None:
+    condition, run, exceeded, text = LIMITS[name]
+    found = checked(condition, run)
+    assert found[0] is exceeded
+    assert text in found[1]
+
+
+REFUSED = {
+    "stepms>+5%": "did you mean 'step_ms'",
+    "step_ms": "write FIGURE>+LIMIT",
+    "step_ms>+5": "step_ms takes a limit in percent",
+    "loss@10>+5%": "loss takes an absolute limit",
+    "step_ms@10>+5%": "only a loss is taken at a step",
+    "step_ms>-5%": "> takes a limit of 0 or more",
+    "throughput<5%": "< one of 0 or less",
+    "finding:": "name a kind of finding",
+    "": "is no condition",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_is_no_condition_is_refused_in_a_line(text: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_condition(text)
+    assert REFUSED[text] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_hardware_or_ranks_are_named() -> None:
+    gpu = RankReport(rank=0, device="NVIDIA H100 GPU-1")
+    assert incomparable([REPORT, replace(REPORT, id="b")]) == []
+    assert incomparable([REPORT, replace(REPORT, id="b", world_size=3)]) == ["a has 2 ranks, b has 3"]
+    assert incomparable([REPORT, replace(REPORT, id="b", step=0)]) == ["b has no step"]
+    assert incomparable([REPORT, replace(REPORT, id="b", ranks=(gpu,))]) == [
+        "devices: 1 x cpu in a, 1 x NVIDIA H100 in b"
+    ]
+    other = HostReport(host="h", node=0, cores=8)
+    assert incomparable([REPORT, replace(REPORT, id="b", hosts=(other,))]) == ["cores of the hosts: 4 in a, 8 in b"]
+    same = replace(gpu, device="NVIDIA H100 GPU-2")
+    assert incomparable([replace(REPORT, ranks=(gpu,)), replace(REPORT, id="b", ranks=(same,))]) == []
+
+
+def test_the_command_tells_by_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))
+    runs = tmp_path / "runs"
+    first_run = synthetic.run(runs, name="a", steps=300, status="finished")
+    first = first_run.id
+    equal = synthetic.run(runs, name="b", steps=300, status="finished", seed=8).id
+    late_run = synthetic.run(runs, name="c", steps=300, status="finished", straggler=1)
+    late = late_run.id
+    for run, lr in ((first_run, 0.1), (late_run, 0.2)):
+        table = f'[[cluster.nodes]]\ncpu_ranks = 2\n[task]\ndata = "stdlib"\n[train]\ntask = "lm"\nlr = {lr}\n'
+        run.dir.recipe.write_text(table)
+    wide = synthetic.run(runs, name="d", steps=300, ranks_per_node=3, status="finished").id
+    limit = ("--fail-on", "step_ms>+5%")
+    assert cli.main(["compare", first, equal, *limit]) == 0
+    assert cli.main(["compare", first, equal, late, *limit]) == 1
+    out, err = capsys.readouterr()
+    assert "most by data" in out
+    assert f"{late} exceeds step_ms>+5%" in err
+    assert cli.main(["compare", first, wide]) == 2
+    assert "has 2 ranks" in capsys.readouterr().err
+    assert cli.main(["compare", first, wide, "--anyway"]) == 0
+    capsys.readouterr()
+    assert cli.main(["compare", first, late, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    validate(data, msgspec.json.schema(RunComparison))
+    assert data["schema_version"] == 1
+    assert {key["key"]: key["values"] for key in data["recipe"]} == {"train.lr": ["0.1", "0.2"]}
