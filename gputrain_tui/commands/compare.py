@@ -20,8 +20,9 @@ from gputrain_tui.output import print_json, print_message, print_styled
 from gputrain_tui.report.load_report import read_recipe, read_run_record, run_facts
 from gputrain_tui.report.run_comparison import RecipeValues, RecordedRun, RunComparison, compare, parse_condition
 from gputrain_tui.report.run_report import run_report
-from gputrain_tui.report.step_blocks import StepBlocks
+from gputrain_tui.report.step_blocks import StepBlocks, without_core_waits
 from trainer.contract.errors import ExitCode, RequestError
+from trainer.contract.record import Step
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -73,9 +74,15 @@ def run(args: Namespace) -> int:
 
 
 def _recorded(run: Run) -> RecordedRun:
-    blocks = StepBlocks()
-    with closing(read_run_record(run, on_step=blocks.apply)) as live:
-        return RecordedRun(report=run_report(live.state, run_facts(live)), blocks=blocks)
+    blocks, undisturbed = StepBlocks(), StepBlocks()
+
+    def apply(event: Step) -> None:
+        blocks.apply(event)
+        undisturbed.apply(without_core_waits(event))
+
+    with closing(read_run_record(run, on_step=apply)) as live:
+        report = run_report(live.state, run_facts(live))
+    return RecordedRun(report=report, blocks=blocks, undisturbed=undisturbed)
 
 
 def _recipe_values(runs: Sequence[Run]) -> list[RecipeValues]:

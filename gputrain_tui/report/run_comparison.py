@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from math import isfinite
 
 import msgspec
+from msgspec.structs import replace
 
 from gputrain_tui.report.run_report import RunReport
-from gputrain_tui.report.step_blocks import MIN_VALUES, StepBlocks, block_values, difference_interval, mean
+from gputrain_tui.report.step_blocks import MIN_VALUES, Interval, StepBlocks, block_values, difference_interval, mean
 from gputrain_tui.state.figures import mean_share, samples_per_s, steps_per_s
 from gputrain_tui.state.totals import PHASES, Phase, Totals
 from trainer.contract.errors import RequestError, nearest, quoted
@@ -25,6 +26,8 @@ class RecordedRun:
 
     report: RunReport
     blocks: StepBlocks
+    undisturbed: StepBlocks
+    """The same steps without their waits for a core."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,10 +38,12 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     now: float | None
     change: float | None = None
     """Relative, 0.05 for 5 % more; for a loss absolute. None where one of both is not known."""
-    interval: tuple[float, float] | None = None
+    interval: Interval | None = None
     """95 % of the change; None where it is not known, or the figure is a single number."""
     beyond_noise: bool = False
     """Whether the interval does not contain 0."""
+    undisturbed_interval: Interval | None = None
+    """95 % of the change without the time in which ranks waited for a core: what other processes took is left out."""
 
 
 class FigureComparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,7 +178,14 @@ def _cores(report: RunReport) -> str:
 
 def _speed(figure: Figure, runs: Sequence[RecordedRun]) -> FigureComparison:
     values = [block_values(run.blocks.after_warm_up(), figure.of) for run in runs]
-    changes = tuple(_difference(values[0], other, relative=True) for other in values[1:])
+    alone = [block_values(run.undisturbed.after_warm_up(), figure.of) for run in runs]
+    changes = tuple(
+        replace(
+            _difference(values[0], values[index], relative=True),
+            undisturbed_interval=difference_interval(alone[0], alone[index], relative=True),
+        )
+        for index in range(1, len(runs))
+    )
     return FigureComparison(name=figure.name, unit=figure.unit, relative=True, differences=changes)
 
 
@@ -299,21 +311,22 @@ def _checked(
         text = f"{name}: too few steps for an interval ({MIN_VALUES} blocks after the warm-up are needed)"
         return Limit(condition=condition.text, run=run.id, exceeded=None, text=text)
     shown = change_text(difference, relative=found.relative)
-    exceeded = _exceeds(condition, difference)
-    if not exceeded:
+    exceeded = _exceeds(condition, difference.change, difference.interval)
+    alone = _exceeds(condition, difference.change, difference.undisturbed_interval or difference.interval)
+    if not (exceeded and alone):
         beyond = (difference.change - condition.limit) * condition.sign > 0
         why = "within its interval" if beyond else "within the limit"
+        if exceeded:
+            why = "by waits for cores that other processes used"
         return Limit(condition=condition.text, run=run.id, exceeded=False, text=f"{name} {shown}: {why}")
     blamed = _largest_phase(figures, index) if name in ("step_ms", "throughput", "steps_per_s") else ""
     return Limit(condition=condition.text, run=run.id, exceeded=True, text=f"{name} {shown}{blamed}")
 
 
-def _exceeds(condition: Condition, difference: Difference) -> bool:
+def _exceeds(condition: Condition, change: float, interval: Interval | None) -> bool:
     """Whether a change is beyond the limit, with its whole interval where it has one."""
-    nearest_to_limit = difference.change or 0.0
-    if difference.interval is not None:
-        nearest_to_limit = difference.interval[0 if condition.sign > 0 else 1]
-    return (nearest_to_limit - condition.limit) * condition.sign > 0
+    end = change if interval is None else interval[0 if condition.sign > 0 else 1]
+    return (end - condition.limit) * condition.sign > 0
 
 
 def _largest_phase(figures: Sequence[FigureComparison], index: int) -> str:

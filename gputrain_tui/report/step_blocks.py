@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from random import Random
 
+from msgspec.structs import replace
+
 from gputrain_tui.state.totals import PHASES, ZERO_TOTALS, Totals
 from trainer.contract.record import Step
 
@@ -79,6 +81,19 @@ def _added(one: Totals, other: Totals) -> Totals:
     if other.synced_steps and not one.synced_steps:
         one = one._replace(whole_ms=0.0, whole_steps=0, **{f"{phase}_ms": 0.0 for phase in PHASES})  # type: ignore[arg-type]
     return Totals._make(a + b for a, b in zip(one, other, strict=True))
+
+
+def without_core_waits(event: Step) -> Step:
+    """Return a step without the time in which the rank waited for a core that others used."""
+    waits = event.core_wait_ms
+    if not waits or event.step_ms is None:
+        return event
+    less: dict[str, float] = {"step_ms": max(event.step_ms - sum(waits.values()), 0.0)}
+    for phase, wait_ms in waits.items():
+        field = "sync_exposed_ms" if phase == "sync" else f"{phase}_ms"
+        if (ms := getattr(event, field, None)) is not None:
+            less[field] = max(ms - wait_ms, 0.0)
+    return replace(event, **less)
 
 
 Measure = Callable[[Sequence[Totals]], float | None]

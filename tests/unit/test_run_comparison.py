@@ -22,7 +22,14 @@ from gputrain_tui.report.run_comparison import (
     parse_condition,
 )
 from gputrain_tui.report.run_report import HostReport, RankReport, RunReport, ValidationReport, Verdict
-from gputrain_tui.report.step_blocks import MIN_BLOCKS, StepBlocks, block_values, difference_interval, mean
+from gputrain_tui.report.step_blocks import (
+    MIN_BLOCKS,
+    StepBlocks,
+    block_values,
+    difference_interval,
+    mean,
+    without_core_waits,
+)
 from trainer.contract.errors import RequestError
 from trainer.contract.record import Step
 
@@ -35,20 +42,27 @@ REPORT = RunReport(
 
 
 def recorded(
-    name: str = "a", *, steps: int = 640, slower: float = 0.0, loss: float = 1.0, seed: int = 0, noise: float = 0.02
+    name: str = "a",
+    *,
+    steps: int = 640,
+    slower: float = 0.0,
+    loss: float = 1.0,
+    seed: int = 0,
+    noise: float = 0.02,
+    core_wait_ms: float = 0.0,
 ) -> RecordedRun:
-    """Return a run of steps of 20 ms, of whose forward pass takes a share of the step longer."""
-    blocks, random = StepBlocks(), Random(seed)
+    """Return a run of steps of 20 ms, whose forward pass takes a share of the step longer, and waits for a core."""
+    blocks, undisturbed, random = StepBlocks(), StepBlocks(), Random(seed)
     for number in range(1, steps + 1):
-        forward = 8.0 * (1 + random.gauss(0, noise)) + 20 * slower
-        blocks.apply(
-            Step(
-                time=BEGIN + number, rank=0, step=number, epoch=1, steps=1, samples=8, loss=loss + 10 / number, lr=0.1,
-                step_ms=12.0 + forward, data_ms=0.5, forward_ms=forward, backward_ms=9.0, optimizer_ms=1.0,
-                other_ms=0.0, sync_exposed_ms=1.5,
-            )
+        forward = 8.0 * (1 + random.gauss(0, noise)) + 20 * slower + core_wait_ms
+        event = Step(
+            time=BEGIN + number, rank=0, step=number, epoch=1, steps=1, samples=8, loss=loss + 10 / number, lr=0.1,
+            step_ms=12.0 + forward, data_ms=0.5, forward_ms=forward, backward_ms=9.0, optimizer_ms=1.0,
+            other_ms=0.0, sync_exposed_ms=1.5, core_wait_ms={"forward": core_wait_ms} if core_wait_ms else None,
         )  # fmt: skip
-    return RecordedRun(report=replace(REPORT, id=name), blocks=blocks)
+        blocks.apply(event)
+        undisturbed.apply(without_core_waits(event))
+    return RecordedRun(report=replace(REPORT, id=name), blocks=blocks, undisturbed=undisturbed)
 
 
 def autoregressive(random: Random, count: int, memory: float) -> list[float]:
@@ -101,6 +115,13 @@ LIMITS: dict[str, tuple[str, RecordedRun, bool | None, str]] = {
     "slower": ("step_ms>+5%", recorded("b", slower=0.1, seed=1), True, "most by forward (+2.0 ms)"),
     "as fast": ("step_ms>+5%", recorded("b", seed=1), False, "within the limit"),
     "within its interval": ("step_ms>+5%", recorded("b", slower=0.051, seed=1, noise=1.0), False, "its interval"),
+    "slower by others": (
+        "step_ms>+5%",
+        recorded("b", core_wait_ms=9.0, seed=1),
+        False,
+        "by waits for cores that other",
+    ),
+    "slower among others": ("step_ms>+5%", recorded("b", slower=0.1, core_wait_ms=9.0, seed=1), True, "by forward"),
     "a phase": ("forward_ms>+10%", recorded("b", slower=0.1, seed=1), True, "forward_ms +25."),
     "less throughput": ("throughput<-5%", recorded("b", slower=0.1, seed=1), True, "most by forward"),
     "more throughput": ("throughput<-5%", recorded("b", slower=-0.1, seed=1), False, "within the limit"),
