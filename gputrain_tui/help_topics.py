@@ -9,8 +9,8 @@ from trainer.contract.errors import RequestError, nearest, quoted
 
 FOLDER = Path(__file__).with_name("help")
 ORDER = (
-    "scripts", "recipe", "tasks", "ssh", "slurm", "by-hand", "shares", "findings", "numbers", "record", "exports",
-    "gpus", "keys", "exit-codes", "developers", "changelog",
+    "scripts", "recipe", "tasks", "ssh", "slurm", "by-hand", "shares", "findings", "numbers", "report", "compare",
+    "automation", "record", "exports", "gpus", "keys", "exit-codes", "developers", "changelog",
 )  # fmt: skip
 """Names of the topics in the order of a list; each is ``help/NAME.md``."""
 

@@ -27,8 +27,8 @@ from trainer.contract.record import Step
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flags."""
-    parser.add_argument("first", metavar="A", help=f"the run to compare with: {RUN_HELP}")
-    parser.add_argument("others", metavar="B", nargs="+", help="runs that are compared with it")
+    text = f"the run to compare with, then those that are compared with it; each a {RUN_HELP}"
+    parser.add_argument("runs", metavar="RUN", nargs="*", help=text)
     parser.add_argument(
         "--fail-on",
         metavar="CONDITION",
@@ -52,8 +52,10 @@ def run(args: Namespace) -> int:
     if args.schema:
         print_json(msgspec.json.encode(msgspec.json.schema(RunComparison)).decode())
         return ExitCode.FINISHED
+    if len(args.runs) < 2:
+        raise RequestError("compare: name two runs or more, the one to compare with first; see `gputrain runs`")
     conditions = [parse_condition(text) for text in args.fail_on]
-    runs = [find(name) for name in (args.first, *args.others)]
+    runs = [find(name) for name in args.runs]
     comparison = compare([_recorded(each) for each in runs], recipe=_recipe_values(runs), conditions=conditions)
     if args.json:
         print_json(msgspec.json.encode(comparison).decode())
