@@ -18,7 +18,10 @@ from gputrain_tui.headless.report_text import report_lines
 from gputrain_tui.history.run_folders import find
 from gputrain_tui.output import print_json, print_styled
 from gputrain_tui.report.load_report import read_run_record, run_facts
+from gputrain_tui.report.page import page_html
+from gputrain_tui.report.run_charts import run_charts
 from gputrain_tui.report.run_report import RunReport, run_report
+from gputrain_tui.report.step_blocks import StepBlocks
 from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.record import write_atomically
 
@@ -31,6 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", nargs="?", default="last", help=f"{RUN_HELP}; default: last")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument("--html", action="store_true", help="print one HTML page with charts, that opens from disk")
     form.add_argument("--schema", action="store_true", help="print the JSON Schema of --json")
     parser.add_argument("-o", "--output", metavar="FILE", help="write to a file instead of standard output")
     parser.add_argument("--force", action="store_true", help="replace the file if it exists")
@@ -49,14 +53,20 @@ def run(args: Namespace) -> int:
         write_atomically(Path(args.output), (text + "\n").encode())
     elif args.json or args.schema:
         print_json(text)
+    elif args.html:
+        print(text)
     else:
         print_styled(text)
     return ExitCode.FINISHED
 
 
 def _text(args: Namespace) -> str:
-    with closing(read_run_record(find(args.run))) as live:
+    blocks = StepBlocks()
+    with closing(read_run_record(find(args.run), on_step=blocks.apply)) as live:
         report = run_report(live.state, run_facts(live))
+        if args.html:
+            charts = run_charts(live.series, live.hardware, blocks, loss_unit=report.loss_unit)
+            return page_html(report, charts)
         if args.json:
             return msgspec.json.encode(report).decode()
         colour = args.output is None and use_colour(sys.stdout.isatty(), os.environ)

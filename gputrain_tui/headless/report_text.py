@@ -73,7 +73,9 @@ def _finding_lines(findings: Sequence[FindingReport], started: float | None) -> 
 
 def _when(finding: FindingReport, started: float | None) -> str:
     if finding.step is not None:
-        last = "to the end" if finding.cleared is None else f"to {number(finding.cleared_step, 0)}"
+        last = "to the end" if finding.cleared is None else "on, cleared"
+        if finding.cleared_step is not None:
+            last = f"to {finding.cleared_step:,}"
         return f"step {finding.step:,} {last}"
     if started is None:
         return "standing" if finding.cleared is None else "cleared"

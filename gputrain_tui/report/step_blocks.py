@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from random import Random
 
@@ -53,6 +53,11 @@ class StepBlocks:
     def last_step(self) -> int:
         """Last step that the blocks may hold."""
         return (max(self._blocks) + 1) * self.length if self._blocks else 0
+
+    def numbered(self) -> Iterator[tuple[int, int, Sequence[Totals]]]:
+        """Yield first and last step of each block with the sums of its ranks, in order."""
+        for number in sorted(self._blocks):
+            yield number * self.length + 1, (number + 1) * self.length, list(self._blocks[number].values())
 
     def after_warm_up(self) -> list[Sequence[Totals]]:
         """Return the sums of the ranks in each block, in order, without the first tenth of the blocks, at least one.

@@ -1,0 +1,144 @@
+"""The page of a run in a real Chromium, opened from disk without a network."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean, median
+
+import browser
+import pytest
+import synthetic
+from synthetic import BEGIN, write
+
+from gputrain_tui import cli
+from gputrain_tui.history.run_folders import Run
+from trainer.contract.record import Finding
+
+pytestmark = pytest.mark.skipif(browser.MISSING, reason="chromium and chromedriver are not installed")
+STEPS = 500
+READ = """
+const plot = document.querySelector(`[data-chart="${arguments[0]}"] .plot`);
+plot.focus();
+plot.dispatchEvent(new KeyboardEvent("keydown", {key: arguments[1]}));
+return document.querySelector(`[data-chart="${arguments[0]}"] output`).textContent;
+"""
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[browser.Browser]:
+    with browser.browser() as opened:
+        yield opened
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))
+    return synthetic.run(tmp_path / "runs", nodes=2, steps=STEPS, status="finished", straggler=3)
+
+
+def page(run: Run, folder: Path) -> str:
+    path = folder / "page.html"
+    assert cli.main(["report", run.id, "--html", "-o", str(path), "--force"]) == 0
+    return path.as_uri()
+
+
+def test_charts_are_drawn_and_read_the_values_of_the_export(window: browser.Browser, run: Run, tmp_path: Path) -> None:
+    window.messages()
+    window.open(page(run, tmp_path))
+    drawn = window.run("return [...document.querySelectorAll('[data-chart]')].map((each) => each.dataset.chart)")
+    assert drawn[:6] == [
+        "loss", "wait for the gradient synchronisation", "step time", "phases of a step", "throughput", "lateness",
+    ]  # fmt: skip
+    assert window.run("return document.querySelectorAll('path.curve').length") > 10
+    assert cli.main(["export", run.id, "--to", "csv", "-o", str(tmp_path / "steps.csv")]) == 0
+    with (tmp_path / "steps.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if int(row["step"]) == STEPS]
+    losses = [float(row["loss"]) for row in rows]
+    text = window.run(READ, "loss", "End")
+    step, shown, low, high = re.match(r"step ([\d,]+): median (\S+), (\S+) to (\S+) over", text).groups()  # type: ignore[union-attr]
+    assert int(step) == STEPS
+    assert float(shown) == pytest.approx(median(losses), rel=1e-4)
+    assert (float(low), float(high)) == pytest.approx((min(losses), max(losses)), rel=1e-4)
+
+    # A rank's own line and row, and again those of all.
+    choose = "const s = document.querySelector('select'); s.value = arguments[0]; s.dispatchEvent(new Event('change'));"
+    window.run(choose, "3")
+    text = window.run(READ, "loss", "End")
+    assert float(re.search(r"rank 3 (\S+),", text).group(1)) == pytest.approx(  # type: ignore[union-attr]
+        next(float(row["loss"]) for row in rows if row["rank"] == "3"), rel=1e-4
+    )
+    assert window.run("return document.querySelectorAll('section:last-of-type tbody tr').length") >= 1
+    window.run(choose, "")
+
+    # Zoom by dragging, and Escape for the whole run.
+    drag = """
+    const plot = document.querySelector('[data-chart="loss"] .plot'), area = plot.getBoundingClientRect();
+    const at = (share) => ({clientX: area.left + share * area.width, clientY: area.top + 20, bubbles: true});
+    plot.dispatchEvent(new PointerEvent("pointerdown", at(0.5)));
+    plot.dispatchEvent(new PointerEvent("pointermove", at(0.7)));
+    plot.dispatchEvent(new PointerEvent("pointerup", at(0.7)));
+    """
+    window.run(drag)
+    inside = window.run(READ, "loss", "End")
+    assert STEPS * 0.5 < int(re.match(r"step (\d+)", inside).group(1)) < STEPS * 0.8  # type: ignore[union-attr]
+    window.run(READ, "loss", "Escape")
+    assert window.run(READ, "loss", "End").startswith(f"step {STEPS}:")
+
+    # The table of values has what the readout says.
+    table = """
+    const details = document.querySelector('[data-chart="loss"] details');
+    details.open = true;
+    details.dispatchEvent(new Event("toggle"));
+    return [...details.querySelectorAll("tbody tr")].map((row) => [...row.children].map((cell) => cell.textContent));
+    """
+    rows_shown = window.run(table)
+    assert 100 < len(rows_shown) <= 300
+    means = [mean(map(float, row[1:5])) for row in rows_shown[:3]]
+    assert means[0] > means[-1] > 4
+    assert window.messages() == []
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_keeps_its_contrast_and_nothing_is_wider_than_the_window(
+    run: Run, tmp_path: Path, width: int, dark: bool
+) -> None:
+    with browser.browser(dark=dark, width=width) as window:
+        window.open(page(run, tmp_path))
+        assert window.run("return document.documentElement.scrollWidth") <= width
+        ground = window.run("return getComputedStyle(document.body).backgroundColor")
+        for place in ("body", ".faint", ".chart output", "th", ".alarm"):
+            ink = window.run("return getComputedStyle(document.querySelector(arguments[0])).color", place)
+            assert contrast(ink, ground) >= 4.5, place
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast of two colours by WCAG 2.2: 1 to 21."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    dark, light = sorted(map(luminance, (one, other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_text_of_a_run_is_never_markup(
+    window: browser.Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))
+    bad = "</script><script>window.hit = 1</script><img src=x onerror='window.hit = 1'>\u2028"
+    run = synthetic.run(tmp_path / "runs", steps=20, status="finished")
+    finding = Finding(
+        time=BEGIN + 9, kind="straggler", severity="critical", rank=1, host=bad, step=9, message=bad, advice=bad
+    )
+    write(run.dir.run_events, finding)
+    window.messages()
+    window.open(page(run, tmp_path))
+    assert window.run("return window.hit === undefined && document.images.length === 0")
+    assert window.run("return document.querySelector('.verdict strong').textContent") == bad
+    assert window.messages() == []
