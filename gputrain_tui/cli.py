@@ -33,6 +33,7 @@ COMMANDS = {
     "push": "copy code and environment to the hosts of a recipe that do not share this disk",
     "report": "tell of a run on a page: what limits it, where its time goes, what went wrong",
     "compare": "compare runs with a first one: recipe, speed, phases, loss; fail on a limit",
+    "serve": "show the runs in a browser, read-only, to who has the token",
     "runs": "list past and running runs, newest first",
     "note": "write a note or tags to a run, or print them",
     "attach": "open the console on a run, running or ended",

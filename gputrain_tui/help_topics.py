@@ -10,7 +10,7 @@ from trainer.contract.errors import RequestError, nearest, quoted
 FOLDER = Path(__file__).with_name("help")
 ORDER = (
     "scripts", "recipe", "tasks", "ssh", "slurm", "by-hand", "shares", "findings", "numbers", "report", "compare",
-    "automation", "record", "exports", "gpus", "keys", "exit-codes", "developers", "changelog",
+    "serve", "automation", "record", "exports", "gpus", "keys", "exit-codes", "developers", "changelog",
 )  # fmt: skip
 """Names of the topics in the order of a list; each is ``help/NAME.md``."""
 

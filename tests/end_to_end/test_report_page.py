@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import csv
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from statistics import mean, median
 
 import browser
 import pytest
 import synthetic
 from synthetic import BEGIN, write
+from waiting import LIMIT_S, until
 
 from gputrain_tui import cli
 from gputrain_tui.history.run_folders import Run
@@ -25,6 +31,7 @@ plot.focus();
 plot.dispatchEvent(new KeyboardEvent("keydown", {key: arguments[1]}));
 return document.querySelector(`[data-chart="${arguments[0]}"] output`).textContent;
 """
+CHOOSE = "const s = document.querySelector('select'); s.value = arguments[0]; s.dispatchEvent(new Event('change'));"
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +71,13 @@ def test_charts_are_drawn_and_read_the_values_of_the_export(window: browser.Brow
     assert (float(low), float(high)) == pytest.approx((min(losses), max(losses)), rel=1e-4)
 
     # A rank's own line and row, and again those of all.
-    choose = "const s = document.querySelector('select'); s.value = arguments[0]; s.dispatchEvent(new Event('change'));"
-    window.run(choose, "3")
+    window.run(CHOOSE, "3")
     text = window.run(READ, "loss", "End")
     assert float(re.search(r"rank 3 (\S+),", text).group(1)) == pytest.approx(  # type: ignore[union-attr]
         next(float(row["loss"]) for row in rows if row["rank"] == "3"), rel=1e-4
     )
     assert window.run("return document.querySelectorAll('section:last-of-type tbody tr').length") >= 1
-    window.run(choose, "")
+    window.run(CHOOSE, "")
 
     # Zoom by dragging, and Escape for the whole run.
     drag = """
@@ -142,3 +148,34 @@ def test_text_of_a_run_is_never_markup(
     assert window.run("return window.hit === undefined && document.images.length === 0")
     assert window.run("return document.querySelector('.verdict strong').textContent") == bad
     assert window.messages() == []
+
+
+def test_a_served_page_shows_a_step_within_two_seconds_and_keeps_the_choice_of_its_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))
+    run = synthetic.run(tmp_path / "runs", steps=20)
+    argv = [sys.executable, "-m", "gputrain_tui", "serve", run.id, "--port", "0"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        address = process.stdout.readline().strip()
+        with browser.browser(network=True) as window:
+            window.messages()
+            window.open(address)
+            assert window.run("return document.querySelectorAll('path.curve').length") > 4
+            window.run(
+                "const s = document.querySelector('select'); s.value = '1'; s.dispatchEvent(new Event('change'))"
+            )
+            for rank in (0, 1):
+                write(run.dir.rank_events(rank), synthetic.step_of(rank, 21, Random(3)))
+            began = time.monotonic()
+            until(lambda: "21 steps" in window.run("return document.querySelector('main').textContent"))
+            assert time.monotonic() - began < 4.0, "two readings of the record, and as much for a busy machine"
+            assert window.run("return document.querySelector('select').value") == "1"
+            assert "token" not in window.run("return location.href")
+            assert window.messages() == []
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == 130
+        process.stdout.close()

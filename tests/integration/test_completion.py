@@ -66,7 +66,7 @@ CASES = [
     ("gputrain gpus --hostfile no", ["notes.txt"]),
     ("gputrain run x.toml --set train.optim", ["train.optimizer="]),
     ("gputrain completion f", ["fish"]),
-    ("gputrain help s", ["scripts", "ssh", "slurm", "shares"]),
+    ("gputrain help s", ["scripts", "ssh", "slurm", "shares", "serve"]),
     ("gputrain init --example d", ["demo", "docnn_sst2"]),
     ("gputrain nothing ", []),
     ("gputrain stop last extra", []),

@@ -4,7 +4,7 @@
 const HEIGHT = 176, LEFT = 52, RIGHT = 8, TOP = 8, BOTTOM = 20;
 const PARTS = ["data", "forward", "backward", "sync", "optimizer", "other"];
 const NAMES = { data: "data and copies", sync: "exposed synchronisation", other: "outside of all phases" };
-const view = { zoom: null, rank: "", host: "" };
+const view = { zoom: null, rank: "", host: "", cursor: null, isDragging: false };
 let shown = null;
 let WIDTH = 640;
 
@@ -150,6 +150,7 @@ function chart(spec) {
     cursor.setAttribute("x1", x);
     cursor.setAttribute("x2", x);
     cursor.setAttribute("visibility", "visible");
+    view.cursor = { chart: spec.title, x: spec.x[point] };
     const texts = [...(spec.stacks || []), ...spec.lines.filter((line) => !line.thin)].map((each) => `${NAMES[each.name] || each.name} ${precise(each.values[point])}`);
     if (spec.band) texts.push(`${precise(spec.band.low[point])} to ${precise(spec.band.high[point])} over the ranks`);
     output.textContent = `${spec.xName} ${spec.xText(spec.x[point])}: ${texts.join(", ")}`;
@@ -167,8 +168,12 @@ function chart(spec) {
     zoom.setAttribute("width", Math.max(right - left, 0));
     zoom.setAttribute("visibility", "visible");
   });
-  plot.addEventListener("pointerdown", (event) => { from = spec.zoomable ? column(event) : null; });
+  plot.addEventListener("pointerdown", (event) => {
+    from = spec.zoomable ? column(event) : null;
+    view.isDragging = from !== null;
+  });
   plot.addEventListener("pointerup", (event) => {
+    view.isDragging = false;
     if (from === null) return;
     const [left, right] = [from, column(event)].sort((a, b) => a - b);
     from = null;
@@ -181,6 +186,7 @@ function chart(spec) {
     if (event.key in moves) { read(moves[event.key]); event.preventDefault(); }
     if (event.key === "Escape") setZoom(null);
   });
+  if (view.cursor && view.cursor.chart === spec.title && inside.length) read(closest(view.cursor.x));
   return box;
 }
 
@@ -346,7 +352,13 @@ function show(data) {
   if (report.previous_run) main.append(section(`Recipe, compared with ${report.previous_run}`, report.changes.length ? table(["key", "before", "now"], report.changes.slice(0, 200).map((each) => [each.key, each.before || "–", each.now || "–"])) : make("p", {}, "the same")));
   main.append(make("p", { class: "faint" }, report.run_dir));
   document.title = report.id;
-  document.querySelector("main").replaceWith(main);
+  const before = document.querySelector("main"), focused = document.activeElement && document.activeElement.closest("[data-chart]");
+  const opened = [...before.querySelectorAll("[data-chart] details[open]")].map((each) => each.closest("[data-chart]").dataset.chart);
+  before.replaceWith(main);
+  for (const box of main.querySelectorAll("[data-chart]")) {
+    if (opened.includes(box.dataset.chart)) box.querySelector("details").open = true;
+    if (focused && box.dataset.chart === focused.dataset.chart) box.querySelector(".plot").focus({ preventScroll: true });
+  }
 }
 
 let resized = 0;

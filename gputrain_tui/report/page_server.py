@@ -1,0 +1,314 @@
+"""Serves the list of runs, and the live page and the logs of each, read-only, to who has the token.
+
+A thread for each connection, of which there is a maximum: what a viewer needs is bounded by one socket's buffer and one
+request's headers, and the standard library's server limits these.
+"""
+
+from __future__ import annotations
+
+import errno
+import html
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
+from typing import Any, ClassVar
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+from gputrain_tui import paths
+from gputrain_tui.history.run_columns import cause, loss_cell
+from gputrain_tui.history.run_folders import RECENT_RUNS, Run, UnreadableRun, newest_runs, read_run
+from gputrain_tui.history.summary import summarize, summarize_unreadable
+from gputrain_tui.report.live_page import LivePage
+from gputrain_tui.report.page import FILES
+from gputrain_tui.tables import duration, number
+from trainer.contract.errors import RequestError
+from trainer.contract.record.regular_file import read_tail
+from trainer.host.ports import free_port
+
+LOOPBACK = "127.0.0.1"
+MAX_CONNECTIONS = 100
+"""Connections at once; more are refused with 503."""
+REQUEST_TIMEOUT_S = 10.0
+"""Seconds that a client may take for a request, or a socket to take what is sent."""
+HEARTBEAT_S = 15.0
+"""Seconds after which a stream without news sends a comment, which notices a viewer that is gone."""
+LOG_BYTES = 256 << 10
+"""Size of the end of a log that is shown."""
+POLICY = (
+    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+STATIC = {"page.css": "text/css", "page.js": "text/javascript", "live.js": "text/javascript"}
+LIST_TITLES = ("run", "state", "recipe", "ranks", "step", "loss", "started", "took", "what is wrong")
+
+
+class PageServer(ThreadingHTTPServer):
+    """The server; ``serve_forever`` until it is interrupted."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 32
+
+    def __init__(self, host: str, port: int, *, named: Mapping[str, Run] | None = None) -> None:
+        """Listen; ``named`` are runs outside of the folder of runs, by id.
+
+        Raises:
+            RequestError: the port is in use, or the address is none of this machine.
+        """
+        self.token = secrets.token_urlsafe(32)
+        self.named = dict(named or {})
+        self._free = threading.Semaphore(MAX_CONNECTIONS)
+        self._pages: dict[str, LivePage] = {}
+        self._pages_lock = threading.Lock()
+        try:
+            super().__init__((host, port), PageRequest)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise RequestError(f"--port {port} is in use; {free_port()} is free") from None
+            raise RequestError(f"--host {host}: {error.strerror or error}") from None
+        except OverflowError:
+            raise RequestError(f"--port is {port}; it is 0 to 65535") from None
+        self.hosts = {"localhost", LOOPBACK, "[::1]", host, socket.gethostname()}
+        if host not in ("localhost", LOOPBACK):
+            with suppress(OSError):
+                self.hosts |= {str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None)}
+
+    @property
+    def port(self) -> int:
+        return int(self.server_address[1])
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread of its own, or refuse it."""
+        if not self._free.acquire(blocking=False):
+            with suppress(OSError):
+                request.settimeout(1.0)
+                request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a connection that broke: viewers come and go."""
+
+    def find(self, run_id: str) -> Run | None:
+        """Return a run of the list, by its whole id."""
+        if (named := self.named.get(run_id)) is not None:
+            return named
+        if not re.fullmatch(r"[^/\0.][^/\0]*", run_id):
+            return None
+        found = read_run(paths.runs_folder() / run_id)
+        return found if isinstance(found, Run) else None
+
+    def page_of(self, run: Run) -> LivePage:
+        """Return the page of a run, which all its viewers share, with one viewer more."""
+        with self._pages_lock:
+            page = self._pages.get(run.id)
+            if page is None:
+                page = self._pages[run.id] = LivePage(run, on_unused=lambda: self._forget(run.id, page))
+            page.join()
+            return page
+
+    def _forget(self, run_id: str, page: LivePage | None) -> None:
+        with self._pages_lock:
+            if page is not None and self._pages.get(run_id) is page and not page.has_viewers:
+                del self._pages[run_id]
+                page.close()
+
+
+class PageRequest(BaseHTTPRequestHandler):
+    """One connection. Only GET and HEAD exist."""
+
+    server: PageServer
+    protocol_version = "HTTP/1.1"
+    server_version = "gputrain"
+    sys_version = ""
+    timeout: ClassVar[float] = REQUEST_TIMEOUT_S
+
+    def do_GET(self) -> None:
+        """Answer a request of who is allowed to ask."""
+        address = urlsplit(self.path)
+        if not self._is_for_us():
+            self._answer(HTTPStatus.FORBIDDEN)
+            return
+        given = parse_qs(address.query).get("token", [""])[0]
+        if given and secrets.compare_digest(given.encode(), self.server.token.encode()):
+            # The cookie takes over, so that the token is in no history and no address that is passed on.
+            cookie = f"{self._cookie_name}={self.server.token}; Path=/; HttpOnly; SameSite=Strict"
+            self._answer(HTTPStatus.SEE_OTHER, headers={"Set-Cookie": cookie, "Location": quote(unquote(address.path))})
+        elif self._has_cookie():
+            self._route([unquote(part) for part in address.path.split("/") if part])
+        else:
+            self._answer(HTTPStatus.FORBIDDEN)
+
+    do_HEAD = do_GET  # noqa: N815 - the name that the base class asks for
+
+    def _is_for_us(self) -> bool:
+        """Whether the request names this server, and comes from one of its pages or from no page at all.
+
+        A page of another name whose address was changed to ours (DNS rebinding) still names itself as the host.
+        """
+        host = self.headers.get("Host", "")
+        name, _, port = host.rpartition(":") if re.search(r":\d+$", host) else (host, "", str(self.server.port))
+        origin = self.headers.get("Origin")
+        if name not in self.server.hosts or port != str(self.server.port):
+            return False
+        return origin is None or origin == f"http://{host}"
+
+    @property
+    def _cookie_name(self) -> str:
+        return f"gputrain_{self.server.port}"  # cookies are of a host, not of a port
+
+    def _has_cookie(self) -> bool:
+        if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+            return False
+        try:
+            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie_name)
+        except CookieError:
+            return False
+        return cookie is not None and secrets.compare_digest(cookie.value.encode(), self.server.token.encode())
+
+    def _route(self, parts: list[str]) -> None:
+        match parts:
+            case []:
+                self._page("runs", _run_table(self.server))
+            case [name] if name in STATIC:
+                self._answer(HTTPStatus.OK, (FILES / name).read_bytes(), STATIC[name])
+            case ["run", run_id, *rest]:
+                run = self.server.find(run_id)
+                if run is None:
+                    self._answer(HTTPStatus.NOT_FOUND)
+                else:
+                    self._run(run, rest)
+            case _:
+                self._answer(HTTPStatus.NOT_FOUND)
+
+    def _run(self, run: Run, rest: list[str]) -> None:
+        match rest:
+            case []:
+                page = self.server.page_of(run)
+                data = page.data
+                page.leave()
+                logs = "".join(
+                    f' <a href="/run/{quote(run.id)}/log/{name}">{name}</a>' for name in _log_names(run)[:64]
+                )
+                body = (
+                    f'<nav><a href="/">all runs</a> · logs:{logs}</nav><main></main>'
+                    f'<script type="application/json" id="data">{data}</script>'
+                    '<script src="/page.js"></script><script src="/live.js"></script>'
+                )
+                self._page(run.id, body)
+            case ["events"]:
+                self._stream(run)
+            case ["log", name] if name in _log_names(run):
+                with suppress(OSError):
+                    self._answer(HTTPStatus.OK, read_tail(run.dir.logs / f"{name}.log", LOG_BYTES))
+            case _:
+                self._answer(HTTPStatus.NOT_FOUND)
+
+    def _stream(self, run: Run) -> None:
+        """Send the page's data whenever it changes, as server-sent events, until the viewer is gone."""
+        self.close_connection = True
+        self.send_response(HTTPStatus.OK)
+        self._send_headers("text/event-stream", {"Connection": "close"})
+        page = self.server.page_of(run)
+        version = 0
+        try:
+            while True:
+                if page.wait(version, HEARTBEAT_S):
+                    version, data = page.version, page.data
+                    self.wfile.write(f"data: {data}\n\n".encode())
+                else:
+                    self.wfile.write(b": nothing new\n\n")
+        except OSError:
+            pass  # gone, or too slow to take what was sent
+        finally:
+            page.leave()
+
+    def _page(self, title: str, body: str) -> None:
+        text = (
+            '<!doctype html><html lang="en"><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f'<title>{html.escape(title)}</title><link rel="stylesheet" href="/page.css">{body}</html>'
+        )
+        self._answer(HTTPStatus.OK, text.encode("utf-8", "surrogateescape"), "text/html")
+
+    def _answer(
+        self, status: HTTPStatus, body: bytes = b"", kind: str = "text/plain", headers: Mapping[str, str] | None = None
+    ) -> None:
+        self.send_response(status)
+        self._send_headers(kind, {"Content-Length": str(len(body)), **(headers or {})})
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _send_headers(self, kind: str, headers: Mapping[str, str]) -> None:
+        safe = {
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Security-Policy": POLICY,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-store",
+            "Cross-Origin-Resource-Policy": "same-origin",
+        }
+        for name, value in {**safe, **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer a request that is none with its status alone: nothing of it comes back."""
+        del message, explain
+        with suppress(OSError):
+            self._answer(HTTPStatus(code), headers={"Connection": "close"})
+        self.close_connection = True
+
+    def log_message(self, *_: Any) -> None:
+        """Log nothing: an address may have the token."""
+
+
+def _log_names(run: Run) -> list[str]:
+    """Return the names of a run's logs: of ranks, then of nodes."""
+    with suppress(OSError):
+        files = [path for path in run.dir.logs.glob("*.log") if not path.is_symlink()]
+        names = [path.stem for path in files if re.fullmatch(r"(node-)?\d+", path.stem)]
+        return sorted(names, key=lambda name: (name.startswith("node-"), int(name.removeprefix("node-"))))
+    return []
+
+
+def _run_table(server: PageServer) -> str:
+    rows = []
+    now = time.time()
+    listed = [*server.named.values(), *islice(newest_runs(), RECENT_RUNS)]
+    for run in listed:
+        if isinstance(run, UnreadableRun):
+            entry = summarize_unreadable(run)
+            cells = [html.escape(run.id), "unreadable", "", "", "", "", "", "", html.escape(str(entry["message"]))]
+        else:
+            entry = summarize(run, now=now)
+            cells = [
+                f'<a href="/run/{quote(run.id)}">{html.escape(run.id)}</a>',
+                html.escape(str(entry["state"])),
+                html.escape(str(entry["recipe"])),
+                str(entry["world_size"]),
+                number(entry["step"]),
+                loss_cell(entry),
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(entry["started"])),
+                duration(entry["duration_s"]),
+                html.escape(cause(entry)),
+            ]
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    titles = "".join(f"<th>{title}</th>" for title in LIST_TITLES)
+    table = f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    return f"<main><h1>runs</h1>{table}</main>" if rows else "<main><h1>no run yet</h1></main>"

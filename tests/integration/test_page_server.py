@@ -1,0 +1,165 @@
+"""``gputrain serve``: what is answered, to whom, and what an attacker gets."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import synthetic
+from waiting import LIMIT_S, until
+
+from gputrain_tui.history.run_folders import Run
+from gputrain_tui.report.page_server import MAX_CONNECTIONS, PageServer
+from trainer.contract.errors import RequestError
+
+
+@dataclass
+class Site:
+    """A server in a thread of this process, with one run whose texts are markup."""
+
+    server: PageServer
+    run: Run
+
+    def get(self, path: str, *, cookie: bool = True, method: str = "GET", **headers: str) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=LIMIT_S)
+        if cookie:
+            headers["Cookie"] = f"gputrain_{self.server.port}={self.server.token}"
+        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        answer = connection.getresponse()
+        body = answer.read()
+        self.headers = {name.lower(): value for name, value in answer.getheaders()}
+        connection.close()
+        return answer.status, body
+
+    def raw(self, data: bytes) -> bytes:
+        """Send bytes, and return the first line of the answer; empty where the connection is closed."""
+        with socket.create_connection(("127.0.0.1", self.server.port), timeout=LIMIT_S) as client:
+            try:
+                client.sendall(data)
+            except OSError:
+                return b""
+            return client.makefile("rb").readline()
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))
+    run = synthetic.run(tmp_path / "runs", name="<b>demo", steps=30, status="finished")
+    (run.dir.logs / "0.log").write_text("<script>line</script>\n")
+    (tmp_path / "secret").write_text("secret")
+    (run.dir.logs / "9.log").symlink_to(tmp_path / "secret")
+    server = PageServer("127.0.0.1", 0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield Site(server, run)
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_the_token_opens_the_pages_and_becomes_a_cookie(site: Site) -> None:
+    assert site.get("/", cookie=False) == (403, b"")
+    assert site.get("/?token=wrong", cookie=False) == (403, b"")
+    status, body = site.get(f"/run/x?token={site.server.token}", cookie=False)
+    assert (status, body) == (303, b"")
+    assert site.headers["location"] == "/run/x"
+    assert "HttpOnly; SameSite=Strict" in site.headers["set-cookie"]
+    status, body = site.get("/")
+    assert status == 200
+    assert b"&lt;b&gt;demo" in body
+    assert b"<b>" not in body
+    assert site.headers["content-security-policy"].startswith("default-src 'none'")
+
+
+def test_a_run_has_its_page_its_logs_and_a_stream_of_its_data(site: Site) -> None:
+    status, body = site.get(f"/run/{site.run.id.replace('<', '%3C')}")
+    assert status == 200
+    data = json.loads(body.split(b'id="data">')[1].split(b"</script>")[0])
+    assert data["report"]["step"] == 30
+    status, body = site.get(f"/run/{site.run.id.replace('<', '%3C')}/log/0")
+    assert (status, body) == (200, b"<script>line</script>\n")
+    assert site.headers["content-type"] == "text/plain; charset=utf-8"
+    assert site.headers["x-content-type-options"] == "nosniff"
+    assert site.get("/page.js")[0] == 200
+    assert site.get("/page.js", method="HEAD") == (200, b"")
+    connection = http.client.HTTPConnection("127.0.0.1", site.server.port, timeout=LIMIT_S)
+    cookie = {"Cookie": f"gputrain_{site.server.port}={site.server.token}"}
+    connection.request("GET", f"/run/{site.run.id.replace('<', '%3C')}/events", headers=cookie)
+    line = connection.getresponse().readline()
+    assert json.loads(line.removeprefix(b"data: "))["report"]["id"] == site.run.id
+    connection.close()
+
+
+REFUSED: dict[str, tuple[str, dict[str, str], int]] = {
+    "another name for this machine": ("/", {"Host": "evil.example"}, 403),
+    "another name with our port": ("/", {"Host": "evil.example:{port}"}, 403),
+    "another port": ("/", {"Host": "127.0.0.1:1"}, 403),
+    "a page of another origin": ("/", {"Origin": "http://evil.example"}, 403),
+    "a page of another site": ("/", {"Sec-Fetch-Site": "cross-site"}, 403),
+    "a page of another port": ("/", {"Origin": "http://127.0.0.1:1"}, 403),
+    "a folder above": ("/run/..%2F..%2Fsecret", {}, 404),
+    "two folders above": ("/run/%2e%2e/log/0", {}, 404),
+    "a hidden folder": ("/run/.new-1", {}, 404),
+    "a null byte": ("/run/%00", {}, 404),
+    "a file of the run": ("/run/{run}/status.json", {}, 404),
+    "a log above": ("/run/{run}/log/..%2F..%2F..%2Fsecret", {}, 404),
+    "a link for a log": ("/run/{run}/log/9", {}, 404),
+    "a file of the package": ("/..%2Fpage.py", {}, 404),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_for_this_page_is_refused_without_a_word(site: Site, name: str) -> None:
+    path, headers, status = REFUSED[name]
+    sent = {key.replace("-", "_"): value.format(port=site.server.port) for key, value in headers.items()}
+    assert site.get(path.format(run=site.run.id.replace("<", "%3C")), **sent) == (status, b"")
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT"])
+def test_no_request_writes(site: Site, method: str) -> None:
+    assert site.get("/", method=method)[0] == 501
+
+
+def test_a_long_request_is_cut_off(site: Site) -> None:
+    assert b" 414 " in site.raw(b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n")
+    assert b" 431 " in site.raw(b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 70_000 + b"\r\n\r\n")
+    many = b"".join(b"X-%d: a\r\n" % number for number in range(300))
+    assert b" 431 " in site.raw(b"GET / HTTP/1.1\r\n" + many + b"\r\n")
+
+
+def test_more_connections_than_the_maximum_are_refused_and_later_served(site: Site) -> None:
+    held = [socket.create_connection(("127.0.0.1", site.server.port)) for _ in range(MAX_CONNECTIONS)]
+    until(lambda: threading.active_count() > MAX_CONNECTIONS)
+    assert b" 503 " in site.raw(b"")
+    for each in held:
+        each.close()
+    until(lambda: b" 403 " in site.raw(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n"))
+
+
+def test_a_port_in_use_is_said_with_a_free_one(site: Site) -> None:
+    with pytest.raises(RequestError, match=rf"--port {site.server.port} is in use; \d+ is free"):
+        PageServer("127.0.0.1", site.server.port)
+    with pytest.raises(RequestError, match="it is 0 to 65535"):
+        PageServer("127.0.0.1", 70_000)
+
+
+def test_the_command_prints_its_address_and_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))
+    run = synthetic.run(tmp_path / "runs", steps=5, status="finished")
+    argv = [sys.executable, "-m", "gputrain_tui", "serve", "last", "--port", "0"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    address = process.stdout.readline()
+    assert f"/run/{run.id}?token=" in address
+    process.send_signal(signal.SIGINT)
+    assert process.wait(LIMIT_S) == 130
+    process.stdout.close()
