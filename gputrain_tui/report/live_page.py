@@ -13,8 +13,8 @@ from gputrain_tui.report.run_charts import run_charts
 from gputrain_tui.report.run_report import run_report
 from gputrain_tui.report.step_blocks import StepBlocks
 
-INTERVAL_S = 1.0
-"""Seconds between two reads of a record: a step is shown within two of them."""
+INTERVAL_S = 1.25
+"""Seconds between two reads of a record: a step is shown within 2 s."""
 LINGER_S = 10.0
 """Seconds for which a record is still read after its last viewer: a page that is loaded anew finds it."""
 LIVE_COLUMNS = 300
@@ -28,6 +28,7 @@ class LivePage:
         """Read the record; ``on_unused`` is called once the last viewer is gone."""
         self._blocks = StepBlocks()
         self._live = read_run_record(run, on_step=self._blocks.apply)
+        self._facts = run_facts(self._live)
         self._on_unused = on_unused
         self._changed = threading.Condition()
         self._viewers = 0
@@ -79,7 +80,7 @@ class LivePage:
 
     def _build(self) -> None:
         live = self._live
-        report = run_report(live.state, run_facts(live))
+        report = run_report(live.state, run_facts(live, known=self._facts))
         charts = run_charts(live.series, live.hardware, self._blocks, loss_unit=report.loss_unit, columns=LIVE_COLUMNS)
         data = page_data(report, charts)
         with self._changed:

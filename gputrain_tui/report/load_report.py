@@ -27,10 +27,15 @@ def read_run_record(run: Run, *, on_step: Callable[[Step], None] | None = None) 
     return live
 
 
-def run_facts(live: LiveRun) -> RunFacts:
-    """Return what status and recipes say of a run."""
+def run_facts(live: LiveRun, *, known: RunFacts | None = None) -> RunFacts:
+    """Return what status and recipes say of a run; of facts that are ``known``, the recipes' part stays."""
     run, status = live.run, live.run.status
-    previous = previous_run(run, islice(newest_runs(run.dir.path.parent), RECENT_RUNS))
+    if known is None:
+        previous = previous_run(run, islice(newest_runs(run.dir.path.parent), RECENT_RUNS))
+        previous_id = None if previous is None else previous.id
+        changes = () if previous is None else recipe_changes(previous, run)
+    else:
+        previous_id, changes = known.previous_run, known.changes
     return RunFacts(
         id=run.id,
         recipe=status.recipe,
@@ -41,8 +46,8 @@ def run_facts(live: LiveRun) -> RunFacts:
         started=status.started or None,
         ended=status.ended,
         duration_s=live.elapsed_s,
-        previous_run=None if previous is None else previous.id,
-        changes=() if previous is None else recipe_changes(previous, run),
+        previous_run=previous_id,
+        changes=changes,
     )
 
 
