@@ -29,7 +29,7 @@ from gputrain_tui.history.summary import summarize, summarize_unreadable
 from gputrain_tui.report.live_page import LivePage
 from gputrain_tui.report.page import FILES
 from gputrain_tui.tables import duration, number
-from trainer.contract.errors import RequestError
+from trainer.contract.errors import RequestError, quoted
 from trainer.contract.record.regular_file import read_tail
 from trainer.host.ports import free_port
 
@@ -73,7 +73,9 @@ class PageServer(ThreadingHTTPServer):
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise RequestError(f"--port {port} is in use; {free_port()} is free") from None
-            raise RequestError(f"--host {host}: {error.strerror or error}") from None
+            raise RequestError(f"--host {quoted(host)}: {error.strerror or error}") from None
+        except UnicodeError:
+            raise RequestError(f"--host {quoted(host)} is no name or address of a host") from None
         except OverflowError:
             raise RequestError(f"--port is {port}; it is 0 to 65535") from None
         self.hosts = {"localhost", LOOPBACK, "[::1]", host, socket.gethostname()}

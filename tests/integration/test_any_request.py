@@ -279,7 +279,8 @@ word = st.one_of(
     odd.map("train.lr={}".format),
     st.just("good.toml"),
 )
-requests = st.tuples(st.sampled_from([*cli.COMMANDS, "--fps", "--hostfile"]), st.lists(word, max_size=4))
+ENDING = [name for name in cli.COMMANDS if name != "serve"]  # which goes on where nothing is wrong
+requests = st.tuples(st.sampled_from([*ENDING, "--fps", "--hostfile"]), st.lists(word, max_size=4))
 REPORTED = [
     ("gpus", ["--hosts=--"]),
     ("gpus", ["--hosts=" + DIGITS]),
@@ -296,6 +297,13 @@ REPORTED = [
     ("logs", ["last", "--rank=--"]),
     ("logs", ["last", "--rank=" + DIGITS]),
     ("attach", ["--fps=--"]),
+    ("serve", ["--port=--"]),
+    ("serve", ["--port=" + DIGITS]),
+    ("serve", ["--port=-1"]),
+    ("serve", ["--host=\x1b]52;c;eA==\x07"]),
+    ("serve", ["--host=" + "x" * 5000]),
+    ("serve", ["--host=\udcff"]),
+    ("serve", ["nothing"]),
     ("--fps=--", []),
     ("--hostfile=--", []),
     ("--hostfile=\x1b[2J", []),
