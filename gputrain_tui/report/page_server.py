@@ -150,7 +150,9 @@ class PageRequest(BaseHTTPRequestHandler):
         if given and secrets.compare_digest(given.encode(), self.server.token.encode()):
             # The cookie takes over, so that the token is in no history and no address that is passed on.
             cookie = f"{self._cookie_name}={self.server.token}; Path=/; HttpOnly; SameSite=Strict"
-            self._answer(HTTPStatus.SEE_OTHER, headers={"Set-Cookie": cookie, "Location": quote(unquote(address.path))})
+            self._answer(
+                HTTPStatus.SEE_OTHER, headers={"Set-Cookie": cookie, "Location": quote(unquote(address.path)) or "/"}
+            )
         elif self._has_cookie():
             self._route([unquote(part) for part in address.path.split("/") if part])
         else:
@@ -164,11 +166,9 @@ class PageRequest(BaseHTTPRequestHandler):
         A page of another name whose address was changed to ours (DNS rebinding) still names itself as the host.
         """
         host = self.headers.get("Host", "")
-        name, _, port = host.rpartition(":") if re.search(r":\d+$", host) else (host, "", str(self.server.port))
         origin = self.headers.get("Origin")
-        if name not in self.server.hosts or port != str(self.server.port):
-            return False
-        return origin is None or origin == f"http://{host}"
+        # Not the port, which is another one where it is forwarded.
+        return re.sub(r":\d+$", "", host) in self.server.hosts and origin in (None, f"http://{host}")
 
     @property
     def _cookie_name(self) -> str:
