@@ -15,7 +15,7 @@ from waiting import LIMIT_S, until
 from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.status_file import Status, read_status
-from gputrain_tui.lifecycle import leftovers, report
+from gputrain_tui.lifecycle import leftovers, report_sinks
 from gputrain_tui.lifecycle.run_end import record_end
 from gputrain_tui.lifecycle.supervisor_process import adopt, start_supervisor
 from trainer.contract.record import RunDir
@@ -81,11 +81,11 @@ def test_a_command_that_fails_costs_a_warning(tmp_path: Path) -> None:
 def test_a_command_that_hangs_is_killed_with_its_child_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "COMMAND_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(report_sinks, "COMMAND_TIMEOUT_S", 0.5)
     run_dir = RunDir(tmp_path)
     run_dir.logs.mkdir()
     status = Status(run="r", recipe="r", world_size=1, status="finished", exit_code=0)
-    problem = report.run_on_end("sleep 600 & echo $!; wait", run_dir, status, is_interrupted=lambda: False)
+    problem = report_sinks.run_on_end("sleep 600 & echo $!; wait", run_dir, status, is_interrupted=lambda: False)
     assert problem.startswith("report.on_end took longer than ")
     pid = run_dir.on_end_log.read_text().strip()
     until(lambda: not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text())
