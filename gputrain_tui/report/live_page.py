@@ -68,15 +68,17 @@ class LivePage:
 
     def _follow(self) -> None:
         idle_s = 0.0
-        while idle_s < LINGER_S:
-            time.sleep(INTERVAL_S)
-            idle_s = 0.0 if self._viewers else idle_s + INTERVAL_S
-            self._live.poll()
-            if self._live.version != self._shown:
-                self._build()
-        with self._changed:
-            self._is_followed = False
-        self._on_unused()
+        try:
+            while idle_s < LINGER_S:
+                time.sleep(INTERVAL_S)
+                idle_s = 0.0 if self._viewers else idle_s + INTERVAL_S
+                self._live.poll()
+                if self._live.version != self._shown:
+                    self._build()
+        finally:  # also where the record is gone: the next viewer starts anew
+            with self._changed:
+                self._is_followed = False
+            self._on_unused()
 
     def _build(self) -> None:
         live = self._live

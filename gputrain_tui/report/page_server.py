@@ -22,6 +22,8 @@ from itertools import islice
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+import psutil
+
 from gputrain_tui import paths
 from gputrain_tui.history.run_columns import cause, loss_cell
 from gputrain_tui.history.run_folders import RECENT_RUNS, Run, UnreadableRun, newest_runs, read_run
@@ -80,8 +82,8 @@ class PageServer(ThreadingHTTPServer):
             raise RequestError(f"--port is {port}; it is 0 to 65535") from None
         self.hosts = {"localhost", LOOPBACK, "[::1]", host, socket.gethostname()}
         if host not in ("localhost", LOOPBACK):
-            with suppress(OSError):
-                self.hosts |= {str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None)}
+            addresses = [each.address for of in psutil.net_if_addrs().values() for each in of]
+            self.hosts |= {f"[{each}]" if ":" in each else each for each in addresses}
 
     @property
     def port(self) -> int:

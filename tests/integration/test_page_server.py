@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import synthetic
 from waiting import LIMIT_S, until
@@ -143,6 +144,16 @@ def test_more_connections_than_the_maximum_are_refused_and_later_served(site: Si
     for each in held:
         each.close()
     until(lambda: b" 403 " in site.raw(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n"))
+
+
+def test_at_all_addresses_each_of_this_machine_is_a_host_and_no_other_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))
+    with PageServer("0.0.0.0", 0) as server:
+        own = {each.address for of in psutil.net_if_addrs().values() for each in of if each.family == socket.AF_INET}
+        assert own <= server.hosts
+        assert "evil.example" not in server.hosts
 
 
 def test_a_port_in_use_is_said_with_a_free_one(site: Site) -> None:
