@@ -22,7 +22,7 @@ from gputrain_tui.report.page import page_html
 from gputrain_tui.report.run_charts import run_charts
 from gputrain_tui.report.run_report import RunReport, run_report
 from gputrain_tui.report.step_blocks import StepBlocks
-from trainer.contract.errors import ExitCode, RequestError
+from trainer.contract.errors import ExitCode, RequestError, quoted
 from trainer.contract.record import write_atomically
 
 PAGE_CELLS = 100
@@ -48,6 +48,10 @@ def run(args: Namespace) -> int:
     """
     if args.output is not None and not args.force and os.path.lexists(args.output):
         raise RequestError(f"{args.output} exists: --force replaces it")
+    if args.output is not None and (not Path(args.output).name or Path(args.output).is_dir()):
+        raise RequestError(f"-o {quoted(args.output)} is no file: name one, such as report.txt")
+    if args.output is not None and not Path(args.output).parent.is_dir():
+        raise RequestError(f"-o {quoted(args.output)}: there is no folder {Path(args.output).parent}")
     text = _schema() if args.schema else _text(args)
     if args.output is not None:
         write_atomically(Path(args.output), (text + "\n").encode())

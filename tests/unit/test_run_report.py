@@ -164,3 +164,5 @@ def test_a_file_is_replaced_only_by_force(tmp_path: Path, monkeypatch: pytest.Mo
     assert out.read_text() == "mine"
     assert cli.main(["report", "last", "--json", "-o", str(out), "--force"]) == 0
     assert json.loads(out.read_text())["schema_version"] == 1
+    for bad in ("", "/", str(tmp_path), str(tmp_path / "none/report.txt")):
+        assert cli.main(["report", "last", "-o", bad, "--force"]) == 2
