@@ -16,14 +16,14 @@ from gputrain_tui.headless.foreground import use_colour
 from gputrain_tui.headless.progress import paint
 from gputrain_tui.headless.report_text import report_lines
 from gputrain_tui.history.run_folders import find
-from gputrain_tui.output import print_json, print_styled
+from gputrain_tui.output import print_json, print_message, print_styled
 from gputrain_tui.report.load_report import read_run_record, run_facts
 from gputrain_tui.report.page import page_html
 from gputrain_tui.report.run_charts import run_charts
 from gputrain_tui.report.run_report import RunReport, run_report
 from gputrain_tui.report.step_blocks import StepBlocks
-from trainer.contract.errors import ExitCode, RequestError, quoted
-from trainer.contract.record import write_atomically
+from trainer.contract.errors import ExitCode
+from trainer.contract.output_file import OutputError, output_file, require_place
 
 PAGE_CELLS = 100
 """Width of the text, where the terminal is no narrower."""
@@ -36,7 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     form.add_argument("--json", action="store_true", help="print one JSON object")
     form.add_argument("--html", action="store_true", help="print one HTML page with charts, that opens from disk")
     form.add_argument("--schema", action="store_true", help="print the JSON Schema of --json")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write to a file instead of standard output")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="write to a file instead of standard output")
     parser.add_argument("--force", action="store_true", help="replace the file if it exists")
 
 
@@ -46,15 +46,16 @@ def run(args: Namespace) -> int:
     Raises:
         RequestError: there is no such run, or the file exists.
     """
-    if args.output is not None and not args.force and os.path.lexists(args.output):
-        raise RequestError(f"{args.output} exists: --force replaces it")
-    if args.output is not None and (not Path(args.output).name or Path(args.output).is_dir()):
-        raise RequestError(f"-o {quoted(args.output)} is no file: name one, such as report.txt")
-    if args.output is not None and not Path(args.output).parent.is_dir():
-        raise RequestError(f"-o {quoted(args.output)}: there is no folder {Path(args.output).parent}")
+    if args.output is not None:
+        require_place(args.output, force=args.force)
     text = _schema() if args.schema else _text(args)
     if args.output is not None:
-        write_atomically(Path(args.output), (text + "\n").encode())
+        try:
+            with output_file(args.output) as file:
+                file.write((text + "\n").encode())
+        except OutputError as error:
+            print_message(str(error))
+            return ExitCode.FAILED
     elif args.json or args.schema:
         print_json(text)
     elif args.html:
