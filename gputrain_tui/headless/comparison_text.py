@@ -28,10 +28,9 @@ def comparison_lines(comparison: RunComparison) -> list[list[Piece]]:
             lines.append([("  the same recipe", "dim")])
         lines += [[], *_figures(comparison, index), []]
     for limit in comparison.limits:
-        style = "alarm" if limit.exceeded else ""
-        lines.append(
-            [("exceeded  " if limit.exceeded else "kept      ", style), (f"{limit.condition}: {limit.text}", style)]
-        )
+        style = "" if limit.exceeded is False else "alarm"
+        result = {True: "exceeded", False: "kept", None: "unknown"}[limit.exceeded]
+        lines.append([(f"{result:<10}", style), (f"{limit.condition}: {limit.text}", style)])
     return lines if comparison.limits else lines[:-1]
 
 
