@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from gputrain_tui.headless.closing_report import failure_block, result_lines, status_line
 from gputrain_tui.headless.number_text import number, percent
 from gputrain_tui.headless.progress import Piece
-from gputrain_tui.report.run_report import FindingReport, HostReport, RunReport
+from gputrain_tui.report.run_report import FindingReport, HostHardware, RunReport
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import TableColumn, cut, duration, size, table
 
@@ -21,8 +21,7 @@ NAMES = {"data": "data and copies", "sync": "exposed synchronisation", "other": 
 def report_lines(report: RunReport, state: RunState, width: int) -> list[list[Piece]]:
     """Return the report in lines of about ``width`` cells; messages are never cut."""
     lines: list[list[Piece]] = [[(report.id, "bold"), ("  ", ""), *status_line(state)]]
-    bad = report.verdict.kind not in ("compute", "data", "sync", "optimizer", "other", "unmeasured")
-    lines.append([(report.verdict.text, "alarm" if bad else "bold")])
+    lines.append([(report.verdict.text, "alarm" if report.verdict.is_problem else "bold")])
     if report.verdict.advice:
         lines.append([(f"→ {report.verdict.advice}", "accent")])
     if report.record_gap:
@@ -83,7 +82,7 @@ def _when(finding: FindingReport, started: float | None) -> str:
     return f"after {begin}" + (f", for {duration(finding.cleared - finding.time)}" if finding.cleared else "")
 
 
-def _hosts(hosts: Sequence[HostReport]) -> Iterator[str]:
+def _hosts(hosts: Sequence[HostHardware]) -> Iterator[str]:
     for host in hosts:
         cores = "" if host.cores is None else f"{host.cores} cores"
         if host.machine_cores not in (None, host.cores):

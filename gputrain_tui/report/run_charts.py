@@ -22,7 +22,7 @@ MAX_CELLS = 60_000
 Values = tuple[float | None, ...]
 
 
-class Curve(msgspec.Struct, frozen=True, kw_only=True):
+class StepCurve(msgspec.Struct, frozen=True, kw_only=True):
     """A figure over the steps, in columns; ``low`` and ``high`` are the band over the ranks."""
 
     name: str
@@ -66,7 +66,7 @@ class RunCharts(msgspec.Struct, frozen=True, kw_only=True):
 
     first_step: int
     last_step: int
-    curves: tuple[Curve, ...] = ()
+    curves: tuple[StepCurve, ...] = ()
     blocks: tuple[BlockParts, ...] = ()
     lateness: LatenessCells | None = None
     begin: float | None = None
@@ -112,10 +112,10 @@ def run_charts(
     )
 
 
-def _curve(series: Series, name: Metric, unit: str, columns: int) -> Curve:
+def _curve(series: Series, name: Metric, unit: str, columns: int) -> StepCurve:
     window = series.window(name, columns)
     few = series.world_size <= MAX_RANKS
-    return Curve(
+    return StepCurve(
         name=name,
         unit=unit,
         median=_rounded(window.median),

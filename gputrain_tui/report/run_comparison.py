@@ -5,15 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 
 import msgspec
 from msgspec.structs import replace
 
 from gputrain_tui.report.run_report import RunReport
-from gputrain_tui.report.step_blocks import MIN_VALUES, Interval, StepBlocks, block_values, difference_interval, mean
-from gputrain_tui.state.figures import mean_share, samples_per_s, steps_per_s
-from gputrain_tui.state.totals import PHASES, Phase, Totals
+from gputrain_tui.report.step_blocks import (
+    MIN_VALUES,
+    Interval,
+    Measure,
+    StepBlocks,
+    block_values,
+    difference_interval,
+    mean,
+)
+from gputrain_tui.state.figures import mean_phase_ms, mean_step_ms, samples_per_s, steps_per_s
+from gputrain_tui.state.totals import PHASES, Totals
 from trainer.contract.errors import RequestError, nearest, quoted
 
 COMPARISON_SCHEMA_VERSION = 1
@@ -93,22 +102,7 @@ class Figure:
 
     name: str
     unit: str
-    of: Callable[[Sequence[Totals]], float | None]
-
-
-def _step_ms(block: Sequence[Totals]) -> float | None:
-    timed = sum(sums.timed_steps for sums in block)
-    return sum(sums.step_ms for sums in block) / timed if timed else None
-
-
-def _phase_ms(phase: Phase) -> Callable[[Sequence[Totals]], float | None]:
-    def of(block: Sequence[Totals]) -> float | None:
-        if mean_share(block, phase) is None:
-            return None
-        measured = [sums for sums in block if sums.share(phase) is not None]
-        return sum(sums.phase_ms(phase) for sums in measured) / sum(sums.whole_steps for sums in measured)
-
-    return of
+    of: Measure
 
 
 def _loss(block: Sequence[Totals]) -> float | None:
@@ -117,8 +111,8 @@ def _loss(block: Sequence[Totals]) -> float | None:
 
 
 SPEEDS = (
-    Figure("step_ms", "ms", _step_ms),
-    *(Figure(f"{phase}_ms", "ms", _phase_ms(phase)) for phase in PHASES),
+    Figure("step_ms", "ms", mean_step_ms),
+    *(Figure(f"{phase}_ms", "ms", partial(mean_phase_ms, phase=phase)) for phase in PHASES),
     Figure("throughput", "samples/s", samples_per_s),
     Figure("steps_per_s", "steps/s", steps_per_s),
 )
@@ -134,10 +128,8 @@ def compare(
     """Compare each run with the first."""
     figures = [_speed(figure, runs) for figure in SPEEDS]
     figures.append(_losses("loss", runs, min(run.blocks.last_step for run in runs)))
-    named = [(each, f"loss@{each.at}") for each in conditions if each.name == "loss" and each.at is not None]
-    figures += [
-        _losses(name, runs, each.at or 0) for each, name in {name: (each, name) for each, name in named}.values()
-    ]
+    steps = {each.at for each in conditions if each.at is not None}
+    figures += [_losses(f"loss@{step}", runs, step) for step in sorted(steps)]
     figures.append(_single("valid", "", runs, _valid, relative=False))
     figures.append(_single("peak_memory", "bytes", runs, _peak_memory, relative=True))
     known = tuple(each for each in figures if any(d.before is not None or d.now is not None for d in each.differences))
@@ -272,7 +264,7 @@ def parse_condition(text: str) -> Condition:
             "'throughput<-5%', 'loss@1000>+0.02', or finding:KIND"
         )
     name, sign = match["name"], 1 if match["sign"] == ">" else -1
-    names = [*(figure.name for figure in SPEEDS), *SINGLE]
+    names = [*WITH_INTERVAL, *SINGLE]
     if name not in names:
         raise RequestError(
             f"--fail-on {quoted(text)}: {quoted(name)} is no figure{nearest(name, names)}; they are {', '.join(names)}"

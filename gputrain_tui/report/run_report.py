@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from math import isfinite
 
 import msgspec
 
 from gputrain_tui.diagnosis.roll_up import newest_findings
 from gputrain_tui.state import RankView, RunState
-from gputrain_tui.state.figures import mean_share
+from gputrain_tui.state.figures import mean_phase_ms, mean_share
 from gputrain_tui.state.finding_text import by_urgency, failure_summary, failure_words
 from gputrain_tui.state.totals import PHASES, Totals
 from trainer.contract.outcome import RESTARTED
@@ -25,6 +25,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """Kind of the finding that decides, such as ``straggler``; ``failure``; ``compute`` where nothing is found."""
     text: str
+    is_problem: bool = False
+    """Whether it is a failure or a finding, not the largest part of a sound run's steps."""
     rank: int | None = None
     host: str | None = None
     cause: str | None = None
@@ -42,7 +44,7 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
     """Of the step, 0 to 1."""
 
 
-class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a rank over the whole run: those of the closing table."""
 
     rank: int
@@ -78,7 +80,7 @@ class FindingReport(msgspec.Struct, frozen=True, kw_only=True):
     evidence: dict[str, float] = msgspec.field(default_factory=dict)
 
 
-class HostReport(msgspec.Struct, frozen=True, kw_only=True):
+class HostHardware(msgspec.Struct, frozen=True, kw_only=True):
     """A host as its node agent saw it last."""
 
     host: str
@@ -87,10 +89,10 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
     """Logical cores that the ranks may use."""
     machine_cores: int | None = None
     memory_total_bytes: int | None = None
-    gpus: tuple[GpuReport, ...] = ()
+    gpus: tuple[GpuCard, ...] = ()
 
 
-class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
+class GpuCard(msgspec.Struct, frozen=True, kw_only=True):
     """A GPU of a host."""
 
     index: int
@@ -141,7 +143,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     steps_per_s: float | None = None
     tokens_per_s: float | None = None
     mfu: float | None = None
-    ranks: tuple[RankReport, ...] = ()
+    ranks: tuple[RankSummary, ...] = ()
     loss: float | None = None
     loss_unit: str = ""
     validations: tuple[ValidationReport, ...] = ()
@@ -149,7 +151,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """By the time at which each was raised."""
     attempts: tuple[str, ...] = ()
     """How each attempt before the last one ended."""
-    hosts: tuple[HostReport, ...] = ()
+    hosts: tuple[HostHardware, ...] = ()
     previous_run: str | None = None
     """Id of the run before of the same recipe; None where there is none."""
     changes: tuple[RecipeChange, ...] = ()
@@ -201,7 +203,7 @@ def run_report(state: RunState, facts: RunFacts) -> RunReport:
             )
             for each in state.validations
         ),
-        findings=tuple(past_findings(state.past_findings)),
+        findings=tuple(past_findings(state.past_findings, state.findings)),
         attempts=tuple(each.message for each in state.past_findings if each.kind == RESTARTED),
         hosts=tuple(_host(state.nodes[node]) for node in sorted(state.nodes)),
         record_gap=state.record_gap or None,
@@ -213,10 +215,8 @@ def step_parts(all_sums: Iterable[Totals]) -> tuple[StepPart, ...]:
     measured = [sums for sums in all_sums if sums.whole_steps]
     parts = []
     for phase in PHASES:
-        share = mean_share(measured, phase)
-        of_phase = [sums for sums in measured if sums.share(phase) is not None]
-        if share is not None:
-            ms = sum(sums.phase_ms(phase) for sums in of_phase) / sum(sums.whole_steps for sums in of_phase)
+        share, ms = mean_share(measured, phase), mean_phase_ms(measured, phase)
+        if share is not None and ms is not None:
             parts.append(StepPart(name=phase, ms=ms, share=share))
     return tuple(parts)
 
@@ -227,7 +227,12 @@ def verdict(state: RunState, status: str) -> Verdict:
     if status == "failed" and failure is not None:
         text = f"{failure_summary(failure)}: {failure.message}"
         return Verdict(
-            kind="failure", text=text, rank=failure.rank, host=failure.host, cause=failure_words(failure), advice=None
+            kind="failure",
+            text=text,
+            is_problem=True,
+            rank=failure.rank,
+            host=failure.host,
+            cause=failure_words(failure),
         )
     lasting = [each for each, stands in newest_findings(state) if each.severity != "info" and stands]
     if lasting:
@@ -235,6 +240,7 @@ def verdict(state: RunState, status: str) -> Verdict:
         return Verdict(
             kind=worst.kind,
             text=worst.message,
+            is_problem=True,
             rank=worst.rank,
             host=worst.host,
             cause=worst.cause,
@@ -271,15 +277,18 @@ def _largest_part(state: RunState) -> Verdict:
     )
 
 
-def past_findings(events: Sequence[Finding]) -> list[FindingReport]:
+def past_findings(events: Sequence[Finding], still_raised: Container[tuple[str, int | None]]) -> list[FindingReport]:
     """Return each finding from when it was raised until it was cleared, by the time at which it was raised.
 
-    One that is raised again before it is cleared goes on, with its newest words.
+    One that is raised again before it is cleared goes on, with its newest words. ``still_raised`` are kind and rank of
+    those that stand: one about a rank that the run no longer has was over at the last attempt's begin, or is over now.
     """
     done: list[FindingReport] = []
     standing: dict[tuple[str, int | None], FindingReport] = {}
+    restarted = 0.0
     for event in events:
         if event.kind == RESTARTED:
+            restarted = event.time
             continue
         key = event.kind, event.rank
         before = standing.pop(key, None)
@@ -299,10 +308,14 @@ def past_findings(events: Sequence[Finding]) -> list[FindingReport]:
             advice=event.advice or None,
             evidence=dict(event.evidence),
         )
-    return sorted([*done, *standing.values()], key=lambda each: each.time)
+    last = max((event.time for event in events), default=0.0)
+    for key, each in standing.items():
+        over = restarted if restarted >= each.time else last
+        done.append(each if key in still_raised else msgspec.structs.replace(each, cleared=over))
+    return sorted(done, key=lambda each: each.time)
 
 
-def _ranks(state: RunState) -> tuple[RankReport, ...]:
+def _ranks(state: RunState) -> tuple[RankSummary, ...]:
     late = state.lateness()
     named: dict[int, list[str]] = {}
     for finding, stands in newest_findings(state):
@@ -312,8 +325,8 @@ def _ranks(state: RunState) -> tuple[RankReport, ...]:
     return tuple(_rank(view, late, named) for view in state.ranks.values())
 
 
-def _rank(view: RankView, late: Mapping[int, float], named: Mapping[int, Sequence[str]]) -> RankReport:
-    return RankReport(
+def _rank(view: RankView, late: Mapping[int, float], named: Mapping[int, Sequence[str]]) -> RankSummary:
+    return RankSummary(
         rank=view.rank,
         host=view.host,
         device=view.device,
@@ -329,15 +342,15 @@ def _rank(view: RankView, late: Mapping[int, float], named: Mapping[int, Sequenc
     )
 
 
-def _host(sample: NodeSample) -> HostReport:
-    return HostReport(
+def _host(sample: NodeSample) -> HostHardware:
+    return HostHardware(
         host=sample.host,
         node=sample.node,
         cores=sample.cores,
         machine_cores=sample.machine_cores,
         memory_total_bytes=sample.memory_total_bytes,
         gpus=tuple(
-            GpuReport(index=gpu.index, uuid=gpu.uuid, memory_total_bytes=gpu.memory_total_bytes) for gpu in sample.gpus
+            GpuCard(index=gpu.index, uuid=gpu.uuid, memory_total_bytes=gpu.memory_total_bytes) for gpu in sample.gpus
         ),
     )
 

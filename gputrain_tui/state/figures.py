@@ -122,7 +122,6 @@ def run_figures(views: Iterable[RankView]) -> RunFigures:
     step = min((last.step for _, last, _ in reporting), default=0)
     epoch = min((last.epoch for _, last, _ in reporting), default=0)
     all_sums = [sums for _, _, sums in reporting]
-    timed_steps = sum(sums.timed_steps for sums in all_sums)
     synced_steps = sum(sums.synced_steps for sums in all_sums)
     return RunFigures(
         **vars(_throughput([(view, sums) for view, _, sums in reporting])),
@@ -132,7 +131,7 @@ def run_figures(views: Iterable[RankView]) -> RunFigures:
             last.loss if last.step == step and last.losses is None and last.loss is not None else view.loss_at(step)
             for view, last, _ in reporting
         ),
-        step_ms=sum(sums.step_ms for sums in all_sums) / timed_steps if timed_steps else None,
+        step_ms=mean_step_ms(all_sums),
         sync_ms=sum(sums.exposed_ms for sums in all_sums) / synced_steps if synced_steps else None,
         compute_share=mean_share(all_sums, "forward", "backward"),
         sync_share=mean_share(all_sums, "sync"),
@@ -149,6 +148,19 @@ def steps_per_s(all_sums: Iterable[Totals]) -> float | None:
     """Return the steps of a rank per second of stepping, the mean over the ranks; None where none was timed."""
     rates = [rate for sums in all_sums if (rate := sums.steps_per_s) is not None]
     return sum(rates) / len(rates) if rates else None
+
+
+def mean_step_ms(all_sums: Sequence[Totals]) -> float | None:
+    """Return the mean duration of a step over all ranks, ms; None where none was timed."""
+    timed_steps = sum(sums.timed_steps for sums in all_sums)
+    return sum(sums.step_ms for sums in all_sums) / timed_steps if timed_steps else None
+
+
+def mean_phase_ms(all_sums: Iterable[Totals], phase: Phase) -> float | None:
+    """Return the mean of a phase over all ranks, ms; None where no rank has measured it."""
+    measured = [sums for sums in all_sums if sums.share(phase) is not None]
+    steps = sum(sums.whole_steps for sums in measured)
+    return sum(sums.phase_ms(phase) for sums in measured) / steps if steps else None
 
 
 def mean_share(all_sums: Iterable[Totals], *phases: Phase) -> float | None:

@@ -21,7 +21,7 @@ from gputrain_tui.report.run_comparison import (
     incomparable,
     parse_condition,
 )
-from gputrain_tui.report.run_report import HostReport, RankReport, RunReport, ValidationReport, Verdict
+from gputrain_tui.report.run_report import HostHardware, RankSummary, RunReport, ValidationReport, Verdict
 from gputrain_tui.report.step_blocks import (
     MIN_BLOCKS,
     StepBlocks,
@@ -36,7 +36,8 @@ from trainer.contract.record import Step
 REPORT = RunReport(
     id="a", recipe="r", state="finished", world_size=2, run_dir="/r", step=100,
     verdict=Verdict(kind="compute", text=""),
-    ranks=(RankReport(rank=0, device="cpu", memory_peak_bytes=1000),), hosts=(HostReport(host="h", node=0, cores=4),),
+    ranks=(RankSummary(rank=0, device="cpu", memory_peak_bytes=1000),),
+    hosts=(HostHardware(host="h", node=0, cores=4),),
     validations=(ValidationReport(split="valid", step=100, loss=2.0),), loss_unit="nats",
 )  # fmt: skip
 
@@ -165,14 +166,14 @@ def test_what_is_no_condition_is_refused_in_a_line(text: str) -> None:
 
 
 def test_other_hardware_or_ranks_are_named() -> None:
-    gpu = RankReport(rank=0, device="NVIDIA H100 GPU-1")
+    gpu = RankSummary(rank=0, device="NVIDIA H100 GPU-1")
     assert incomparable([REPORT, replace(REPORT, id="b")]) == []
     assert incomparable([REPORT, replace(REPORT, id="b", world_size=3)]) == ["a has 2 ranks, b has 3"]
     assert incomparable([REPORT, replace(REPORT, id="b", step=0)]) == ["b has no step"]
     assert incomparable([REPORT, replace(REPORT, id="b", ranks=(gpu,))]) == [
         "devices: 1 x cpu in a, 1 x NVIDIA H100 in b"
     ]
-    other = HostReport(host="h", node=0, cores=8)
+    other = HostHardware(host="h", node=0, cores=8)
     assert incomparable([REPORT, replace(REPORT, id="b", hosts=(other,))]) == ["cores of the hosts: 4 in a, 8 in b"]
     same = replace(gpu, device="NVIDIA H100 GPU-2")
     assert incomparable([replace(REPORT, ranks=(gpu,)), replace(REPORT, id="b", ranks=(same,))]) == []
@@ -198,6 +199,10 @@ def test_the_command_tells_by_its_exit_code(
     out, err = capsys.readouterr()
     assert "most by data" in out
     assert f"{late} exceeds step_ms>+5%" in err
+    assert cli.main(["compare", first, equal, "--fail-on", "loss@9000>+1"]) == 2
+    out, err = capsys.readouterr()
+    assert "unknown   loss@9000>+1: loss@9000 is not known" in out
+    assert "cannot be checked by" in err
     assert cli.main(["compare", first, wide]) == 2
     assert "has 2 ranks" in capsys.readouterr().err
     assert cli.main(["compare", first, wide, "--anyway"]) == 0

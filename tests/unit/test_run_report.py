@@ -20,7 +20,7 @@ from gputrain_tui.history.run_folders import Run
 from gputrain_tui.report.load_report import previous_run, read_run_record, recipe_changes, run_facts
 from gputrain_tui.report.run_report import RunReport, past_findings, run_report, verdict
 from gputrain_tui.state import RunState
-from trainer.contract.record import AnyEvent, Failure, Finding, Step, Validation
+from trainer.contract.record import AnyEvent, Failure, Finding, Step, Validation, World
 
 
 def step(number: int, rank: int = 0, **parts: float) -> Step:
@@ -78,12 +78,23 @@ def test_a_finding_has_the_time_at_which_it_was_raised_first_and_at_which_it_was
         finding("straggler", 30, rank=1),
         finding("memory_creep", 40, rank=0, state="cleared"),
     ]
-    found = past_findings(events)
+    found = past_findings(events, {("imbalance", None), ("straggler", 1)})
     assert [(each.kind, each.time - BEGIN, each.step, each.cleared_step, each.severity) for each in found] == [
         ("straggler", 10, 10, 20, "critical"),
         ("imbalance", 15, 15, None, "warning"),
         ("straggler", 30, 30, None, "warning"),
     ]
+
+
+def test_a_finding_of_a_rank_that_the_run_no_longer_has_does_not_stand() -> None:
+    state = RunState(world_size=2)
+    state.apply_all([step(1), step(1, rank=1), finding("straggler", 5, rank=1)])
+    assert [each.cleared for each in past_findings(state.past_findings, state.findings)] == [None]
+    state.apply_all([finding("imbalance", 8), World(time=BEGIN + 9, world_size=1)])
+    assert verdict(state, "running").kind == "imbalance"
+    over, stands = past_findings(state.past_findings, state.findings)
+    assert (over.kind, over.cleared) == ("straggler", BEGIN + 8)
+    assert (stands.kind, stands.cleared) == ("imbalance", None)
 
 
 def told(run: Run, width: int = 100) -> tuple[dict[str, Any], list[str]]:

@@ -334,12 +334,12 @@ function section(title, ...children) {
 function show(data) {
   shown = data;
   WIDTH = Math.max(260, Math.min(640, document.documentElement.clientWidth - 54)); // texts keep their shape
-  const { report } = data, bad = !["compute", "data", "sync", "optimizer", "other", "unmeasured"].includes(report.verdict.kind);
+  const { report } = data;
   const facts = [report.state, report.duration_s === null ? "" : seconds(report.duration_s), `${number(report.step, 0)} steps`, `${report.world_size} rank${report.world_size === 1 ? "" : "s"}`, report.samples_per_s === null ? "" : `${number(report.samples_per_s)} samples/s`, report.loss === null ? "" : `loss ${number(report.loss, 4)} ${report.loss_unit}`];
   const ranks = report.ranks.slice(0, 1024).map((each) => String(each.rank)), hosts = [...new Set(report.ranks.map((each) => each.host).filter(Boolean))];
   const main = make("main", {},
     make("h1", {}, report.id), make("p", { class: "faint" }, facts.filter(Boolean).join(" · ")),
-    make("div", { class: bad ? "verdict bad" : "verdict" }, make("strong", {}, report.verdict.text), report.verdict.advice ? make("span", {}, "→ " + report.verdict.advice) : ""),
+    make("div", { class: report.verdict.is_problem ? "verdict bad" : "verdict" }, make("strong", {}, report.verdict.text), report.verdict.advice ? make("span", {}, "→ " + report.verdict.advice) : ""),
     report.record_gap ? make("p", { class: "alarm" }, "the record is not whole: " + report.record_gap) : "",
     ...report.attempts.map((text) => make("p", { class: "faint" }, text)));
   if (report.parts.length) main.append(section("Where a step's time goes", partTable(report)));
