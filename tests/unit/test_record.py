@@ -19,6 +19,7 @@ from trainer.contract.record import (
     RunDir,
     Sample,
     Step,
+    create_atomically,
     decode_events,
     encode_event,
     write_atomically,
@@ -244,4 +245,13 @@ def test_a_small_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
         write_atomically(path, b"new")
         assert reader.read() == b"old"
     assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_small_file_is_created_as_a_whole_and_never_over_another(tmp_path: Path) -> None:
+    path = tmp_path / "slurm.json"
+    create_atomically(path, b"first")
+    with pytest.raises(FileExistsError):
+        create_atomically(path, b"second")
+    assert path.read_bytes() == b"first"
     assert list(tmp_path.iterdir()) == [path]

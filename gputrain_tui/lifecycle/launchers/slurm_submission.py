@@ -33,7 +33,7 @@ from gputrain_tui.preflight.checks import with_location
 from gputrain_tui.preflight.result import CheckResult, NotReadyError, error, ok
 from gputrain_tui.recipe.model import Recipe, SlurmOptions
 from trainer.contract.errors import ExitCode, RequestError
-from trainer.contract.record import RunDir, write_atomically
+from trainer.contract.record import RunDir, create_atomically, write_atomically
 from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.stop_level import StopLevel
 from trainer.host.stop_request import STARTER_SIGNAL, StopRequest
@@ -98,8 +98,8 @@ def submit(run: Run, recipe: Recipe, plan: Plan) -> slurm_commands.Job | None:
     with suppress(RequestError):
         job = slurm_commands.job(number)
     record = SlurmJob(number=number, partition="" if job is None else job.partition, batch=True)
-    with suppress(FileExistsError), run.dir.slurm.open("xb") as file:  # the job's supervisor may have written it
-        file.write(msgspec.json.encode(record))
+    with suppress(FileExistsError):  # the job's supervisor may have written it
+        create_atomically(run.dir.slurm, msgspec.json.encode(record))
     return job
 
 

@@ -62,6 +62,7 @@ from trainer.contract.record.numbers import MAX_RANKS as MAX_RANKS
 from trainer.contract.record.run_dir import (
     NATIVE as NATIVE,
     RunDir as RunDir,
+    create_atomically as create_atomically,
     read_stack_request as read_stack_request,
     write_atomically as write_atomically,
 )

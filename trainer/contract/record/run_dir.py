@@ -131,3 +131,18 @@ def write_atomically(path: Path, data: bytes) -> None:
     """
     with replacing(path) as file:
         file.write(data)
+
+
+def create_atomically(path: Path, data: bytes) -> None:
+    """Create a small file; a reader sees none or the whole content.
+
+    Raises:
+        FileExistsError: there is one, which is unchanged.
+        OSError: it could not be written.
+    """
+    draft = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
+    write_atomically(draft, data)
+    try:
+        os.link(draft, path)
+    finally:
+        draft.unlink()
