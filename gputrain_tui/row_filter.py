@@ -14,6 +14,8 @@ Row = TypeVar("Row")
 Value = float | str | None
 
 _WORD = re.compile(r"(?P<key>[a-z]+)(?P<sign><=|>=|!=|[:=<>])(?P<value>.*)", re.IGNORECASE)
+_NAMED = re.compile(r"(?P<family>[a-z]+):(?P<name>.+?)(?:(?P<sign><=|>=|!=|[=<>])(?P<value>[^<>=]+))?", re.IGNORECASE)
+"""A column of a family, such as ``metric:accuracy>0.9``, or without a comparison."""
 _NUMBER = r"[-+]?[\d.]+(?:e[-+]?\d+)?"
 _RANGE = re.compile(rf"(?P<low>{_NUMBER})(?:-(?P<high>{_NUMBER}))?", re.IGNORECASE)
 """A number, or two with a dash between them, which is not the sign of an exponent."""
@@ -45,9 +47,15 @@ class RowFilter(Generic[Row]):
     """
 
     def __init__(
-        self, text: str, columns: Mapping[str, FilterColumn[Row]], anywhere: Callable[[str, Row], bool]
+        self,
+        text: str,
+        columns: Mapping[str, FilterColumn[Row]],
+        anywhere: Callable[[str, Row], bool],
+        families: Mapping[str, Callable[[str], FilterColumn[Row]]] = {},
     ) -> None:
+        """Read a line; ``families`` return the column of a name, by what is before the colon."""
         self.text = " ".join(text.split())
+        self._families = families
         self._columns = columns
         self._anywhere = anywhere
         self._tests: Sequence[Callable[[Row], bool]] = [self._test(word) for word in self.text.split()]
@@ -60,13 +68,20 @@ class RowFilter(Generic[Row]):
         if word.startswith("!") and len(word) > 1:
             inner = self._test(word[1:])
             return lambda row: not inner(row)
+        named = _NAMED.fullmatch(word)
+        if named is not None and (family := self._families.get(named["family"].lower())) is not None:
+            own = family(named["name"])
+            if named["sign"] is None:
+                return lambda row: own.value(row) is not None
+            return _compared(own, word, named["sign"], named["value"])
         match = _WORD.fullmatch(word)
         if match is None:
             return lambda row: self._anywhere(word, row)
         key, sign, value = match["key"].lower(), match["sign"], match["value"]
         column = self._columns.get(key)
         if column is None:
-            guess = nearest(key, self._columns) or "; one of " + ", ".join(self._columns)
+            known = [*self._columns, *(f"{family}:NAME" for family in self._families)]
+            guess = nearest(key, self._columns) or "; one of " + ", ".join(known)
             raise RequestError(f"filter {word!r}: no column {key!r}{guess}")
         if not column.is_number:
             if sign not in (":", "=", "!="):

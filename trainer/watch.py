@@ -31,6 +31,7 @@ from trainer.contract.record import EventWriter, RankState, RankStateName, RunDi
 from trainer.telemetry import instrument
 from trainer.telemetry.ddp_log import ddp_of
 from trainer.telemetry.instrument.fetched_batches import plus, size_of
+from trainer.telemetry.own_metrics import OWN
 from trainer.telemetry.step_tracker import StepTracker
 
 if TYPE_CHECKING:
@@ -192,10 +193,19 @@ class Watched:
             self._shares = ScriptShares(self._tracker, self._writer)
         return self._shares.next(global_batch_size)
 
-    def report(self, *, loss: Tensor | float | None = None, tokens: int | None = None) -> None:
-        """Set the loss in nats, or the tokens, of the step; call it before the optimizer's step."""
-        self._tracker.loss = loss
-        self._tracker.tokens = tokens
+    def report(
+        self, *, loss: Tensor | float | None = None, tokens: int | None = None, **metrics: Tensor | float
+    ) -> None:
+        """Set loss and tokens of the step, and any other numbers by name; call it before the optimizer's step.
+
+        Without a loss and tokens only the other numbers are set. Tensors of one number are read without waiting for a
+        GPU.
+        """
+        if loss is not None or tokens is not None or not metrics:
+            self._tracker.loss = loss
+            self._tracker.tokens = tokens
+        if metrics and self._writer.enabled:
+            OWN.add(metrics, step=self.step + 1)
 
     # --------------------------------------------------------------------------------------------- hooks
 

@@ -70,7 +70,7 @@ def _text(args: Namespace) -> str:
     with closing(read_run_record(find(args.run), on_step=blocks.apply)) as live:
         report = run_report(live.state, run_facts(live))
         if args.html:
-            charts = run_charts(live.series, live.hardware, blocks, loss_unit=report.loss_unit)
+            charts = run_charts(live.series, live.hardware, blocks, live.metrics, loss_unit=report.loss_unit)
             return page_html(report, charts)
         if args.json:
             return msgspec.json.encode(report).decode()

@@ -12,7 +12,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from gputrain_tui import paths
-from gputrain_tui.history.run_columns import NEWEST_FIRST, RUN_COLUMNS, Entry, cause, loss_cell, run_filter, sorted_runs
+from gputrain_tui.history.run_columns import (
+    NEWEST_FIRST,
+    RUN_COLUMNS,
+    Entry,
+    cause,
+    loss_cell,
+    metrics_text,
+    run_filter,
+    sorted_runs,
+)
 from gputrain_tui.history.run_folders import RECENT_RUNS, UnreadableRun, newest_runs
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.history.summary import MAX_NAME_CHARS, UNREADABLE, summarize, summarize_unreadable
@@ -23,23 +32,26 @@ from trainer.contract.errors import ExitCode
 
 TITLES = (
     *("run", "state", "recipe", "ranks", "step", "loss", "valid", "lr", "tokens", "started", "took", "tags", "cause"),
-    "note",
+    *("metrics", "note"),
 )
 NUMBERS = ("ranks", "step", "loss", "valid", "lr", "tokens", "took")
 CAUSE = TITLES.index("cause")
-OPTIONAL = ("valid", "lr", "tokens", "tags", "cause", "note")
+OPTIONAL = ("valid", "lr", "tokens", "tags", "cause", "metrics", "note")
 """Titles of columns that are omitted if no run has a value."""
-OMITTED = ("lr", "tokens", "started", "ranks", "recipe", "valid", "note", "tags", "took", "loss", "step", "cause")
+OMITTED = (
+    *("lr", "tokens", "started", "ranks", "recipe", "metrics", "valid", "note", "tags", "took", "loss", "step"),
+    "cause",
+)
 """Titles of columns in the order in which a narrow terminal omits them: a run's id has its recipe and start time."""
 MAX_CAUSE_CELLS = 110
 """Width to which the cause is cut: `gputrain attach` and `--json` have it in full."""
 MIN_CAUSE_CELLS = 16
 """Minimum width of the cause, below which another column is omitted."""
-MAX_TAG_CELLS, MAX_NOTE_CELLS = 24, 40
-"""Widths to which tags and notes are cut: `gputrain note` and `--json` have them in full."""
+MAX_TAG_CELLS, MAX_NOTE_CELLS, MAX_METRICS_CELLS = 24, 40, 40
+"""Widths to which tags, notes and metrics are cut: `--json` has them in full."""
 PIPE_CELLS = 200
 """Width of a table without a terminal, to which these columns are cut in this order, each to a least width."""
-SHORTENED = {"note": 12, "tags": 12, "cause": MIN_CAUSE_CELLS}
+SHORTENED = {"note": 12, "metrics": 12, "tags": 12, "cause": MIN_CAUSE_CELLS}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -50,7 +62,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="WORDS",
         default="",
         help="only runs that match all words: part of a name, state:failed, loss<2, tags:baseline; columns: "
-        + ", ".join(RUN_COLUMNS),
+        + ", ".join([*RUN_COLUMNS, "metric:NAME"]),
     )
     parser.add_argument("--sort", metavar="COLUMN", help="sort by a column instead of newest first")
     parser.add_argument("--reverse", action="store_true", help="reverse the order")
@@ -135,6 +147,7 @@ def report(entries: Sequence[Entry], *, colour: bool = False, cells: int | None 
             duration(entry["duration_s"]),
             cut(printable(" ".join(entry["tags"])), MAX_TAG_CELLS),
             printable(cause(entry)),
+            cut(printable(metrics_text(entry)), MAX_METRICS_CELLS),
             cut(printable(entry["note"] or ""), MAX_NOTE_CELLS),
         ]
         for entry in entries

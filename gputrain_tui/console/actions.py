@@ -123,6 +123,7 @@ ACTIONS: tuple[Action, ...] = (
         ("scale", "y", "Log scale", 0, "Switch the charts between linear and logarithmic scale"),
         ("window", "w", "Window", 0, "Cycle through the whole run, its last 1,000 and its last 100 steps"),
         ("smooth", "m", "Smooth", 0, "Change the smoothing of the curves"),
+        ("metric", "M", "Own metric", 0, "Choose one of the run's own metrics to draw in place of the loss"),
         ("axis", "x", "Axis", 0, "Draw the charts over steps, time, samples or tokens"),
         ("underlay", "E", "Earlier run", 0, "Draw the next earlier run of the recipe behind the curves"),
         ("cursor(-1)", "comma", "Cursor left", 0, "Move the cursor to an earlier step; a click does it, too"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.figures import noise_text, run_throughput
 from gputrain_tui.state.finding_text import failure_words, run_mark
 from gputrain_tui.state.share_changes import change_text
-from gputrain_tui.tables import TableColumn, duration, on_ranks, table, width as cells
+from gputrain_tui.tables import TableColumn, duration, on_ranks, printable, table, width as cells
 from trainer.contract.outcome import RESTARTED
 from trainer.contract.record import Failure
 
@@ -106,6 +107,7 @@ def result_lines(state: RunState, width: int) -> list[list[Piece]]:
         if validation is not None:
             text = paint((event_line(validation) or [])[1:], colour=False)
             lines.append([(f"{split:<11}", "dim"), (text, "")])
+    lines += metric_lines(state.metrics.values(), width)
     if noise := noise_text(state.noise_scale):
         lines.append([("noise      ", "dim"), (f"the noise scale is {noise}", "")])
     if (agree := state.desync.equal) is not None and state.world_size > 1:
@@ -116,6 +118,16 @@ def result_lines(state: RunState, width: int) -> list[list[Piece]]:
             text = f"NaN or infinite {where}" if agree else f"{text}; NaN or infinite {where}"
         lines.append([("parameters ", "dim"), (text, "" if agree and not bad else "alarm")])
     return lines
+
+
+def metric_lines(metrics: Mapping[str, float], width: int) -> list[list[Piece]]:
+    """Return the user's own metrics, as many as fit into two lines."""
+    texts = [f"{printable(name)} {value:.4g}" for name, value in metrics.items()]
+    lines = textwrap.wrap("  ".join(text.replace(" ", "\N{NO-BREAK SPACE}") for text in texts), max(width - 11, 20))
+    shown = [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines[:2]]
+    if lines[2:]:
+        shown.append(f"… and {len(texts) - sum(map(len, (line.split('  ') for line in shown)))} more")
+    return [[("metrics    " if not index else " " * 11, "dim"), (text, "")] for index, text in enumerate(shown)]
 
 
 def _unseen(state: RunState) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gputrain_tui.history.summary import UNREADABLE
@@ -52,6 +52,30 @@ RUN_COLUMNS: Mapping[str, FilterColumn[Entry]] = {
     )
 }
 """By title, which is also the name in a filter; ``started`` is in Unix seconds, ``took`` in seconds."""
+METRIC = "metric:"
+"""Before the name of a user's own metric, in a filter and as a column to sort by."""
+
+
+def metric_column(name: str) -> FilterColumn[Entry]:
+    """Return the column of a user's own metric; None in runs that have no number of it."""
+
+    def value(entry: Entry) -> Value:
+        number: float | None = (entry["metrics"] or {}).get(name)
+        return number
+
+    return FilterColumn(key=METRIC + name, is_number=True, value=value)
+
+
+def metric_names(entries: Iterable[Entry]) -> list[str]:
+    """Return the names of the metrics that any run has."""
+    return list(dict.fromkeys(name for entry in entries for name in entry["metrics"] or ()))
+
+
+def metrics_text(entry: Entry) -> str:
+    """Return a run's metrics in one line, such as ``accuracy 0.9120  f1 0.8800``."""
+    return "  ".join(f"{name} {number(value, 4)}" for name, value in (entry["metrics"] or {}).items())
+
+
 NEWEST_FIRST = "started"
 ANYWHERE = ("id", "state", "recipe", "note")
 """Keys of a summary in which a filter word without a column is searched, besides the tags."""
@@ -63,7 +87,7 @@ def run_filter(text: str) -> RowFilter[Entry]:
     Raises:
         RequestError: a word is not understood.
     """
-    return RowFilter(text, RUN_COLUMNS, _anywhere)
+    return RowFilter(text, RUN_COLUMNS, _anywhere, {METRIC.rstrip(":"): metric_column})
 
 
 def _anywhere(word: str, entry: Entry) -> bool:
@@ -80,9 +104,10 @@ def sorted_runs(entries: Sequence[Entry], key: str, *, reverse: bool = False) ->
     Raises:
         RequestError: there is no such column.
     """
-    column = RUN_COLUMNS.get(key)
+    is_metric = key.startswith(METRIC) and len(key) > len(METRIC)
+    column = metric_column(key.removeprefix(METRIC)) if is_metric else RUN_COLUMNS.get(key)
     if column is None:
-        guess = nearest(key, RUN_COLUMNS) or "; one of " + ", ".join(RUN_COLUMNS)
+        guess = nearest(key, RUN_COLUMNS) or "; one of " + ", ".join([*RUN_COLUMNS, f"{METRIC}NAME"])
         raise RequestError(f"no column {key!r} to sort by{guess}")
     ascending = not column.is_number or key in ("loss", "valid", "lr")
     values = [(column.value(entry), entry) for entry in entries]

@@ -351,6 +351,17 @@ def _smooth_lines(
     return out
 
 
+def fill_gaps(values: list[float]) -> None:
+    """Interpolate the NaNs between two values: a long step spans several columns."""
+    before = -1
+    for current, value in enumerate(values):
+        if value != value:
+            continue
+        if 0 <= before < current - 1:
+            interpolate(values, before, current, value)
+        before = current
+
+
 def interpolate(values: list[float], before: int, after: int, value: float) -> None:
     """Fill the columns between ``before`` and ``after`` linearly, towards the ``value`` of ``after``."""
     start, length = values[before], after - before

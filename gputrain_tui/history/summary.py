@@ -17,7 +17,7 @@ MAX_NAME_CHARS = 60
 SUMMARY_KEYS = (
     "id", "state", "recipe", "world_size", "step", "loss", "valid", "lr", "tokens", "steps_per_s", "samples_per_s",
     "tokens_per_s", "mfu", "noise_scale", "started", "ended", "duration_s", "exit_code", "message", "tested", "note",
-    "tags", "run_dir", "shares", "finding", "findings", "loss_is_nan",
+    "tags", "run_dir", "metrics", "shares", "finding", "findings", "loss_is_nan",
 )  # fmt: skip
 """Keys of a summary, as ``gputrain runs --json`` prints them."""
 FINDING_KEYS = (
@@ -73,6 +73,7 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         "note": notes.note or None,
         "tags": list(notes.tags),
         "run_dir": str(run.dir.path),
+        "metrics": {name: float(value) for name, value in status.metrics.items()},
         "shares": status.shares,
         "finding": run_mark(findings) or None,
         "findings": [{name: getattr(finding, name) for name in FINDING_KEYS} for finding in findings],

@@ -11,6 +11,7 @@ from pathlib import Path
 from gputrain_tui.history.hardware_series import HardwareSeries
 from gputrain_tui.history.known_ranks import KnownRanks
 from gputrain_tui.history.log_times import LogTimes
+from gputrain_tui.history.metric_curves import MetricCurves
 from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.replay import replay
 from gputrain_tui.history.run_folders import Run, open_run
@@ -22,7 +23,7 @@ from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
 from gputrain_tui.state.standstill import Standstill, StepWatch
 from trainer.contract.errors import RecordError
-from trainer.contract.record import AnyEvent, NodeSample, RunEnded, Step, World
+from trainer.contract.record import AnyEvent, Metrics, NodeSample, RunEnded, Step, World
 from trainer.contract.record.checkpoints import checkpoints_in
 from trainer.contract.record.downsampled import DownsampledBlock
 from trainer.contract.record.regular_file import size_of
@@ -66,6 +67,7 @@ class LiveRun:
         recorded = KnownRanks(run.dir).count if self.plan is not None else self.state.world_size
         self.series = Series(recorded, self.state.synchronised)
         self.hardware = HardwareSeries()
+        self.metrics = MetricCurves()
         self.caught_up = False
         """Whether the whole record was read once; until then the state is a past one."""
         replayed = replay(run.dir, recorded, newest=self.state.world_size) if source is None else None
@@ -189,6 +191,8 @@ class LiveRun:
             elif isinstance(event, NodeSample):
                 self.hardware.apply(event)
                 self._date_logs(event)
+            elif isinstance(event, Metrics):
+                self.metrics.apply(event)
         if events and isinstance(events[-1], RunEnded):
             self.series.flush()
 

@@ -26,6 +26,9 @@ from trainer.contract.record.regular_file import open_to_append
 from trainer.host.boot import BootMoment
 from trainer.host.process_identity import identify
 
+METRICS_INTERVAL_S = 5.0
+"""Seconds between two writes of the user's own metrics, which change with every step."""
+
 
 class RunStatusWriter:
     """Writer of a run's status and own events; used by its supervisor, or by the holder of its lock."""
@@ -37,6 +40,8 @@ class RunStatusWriter:
         self._status = read_status(run_dir) or Status(run=run_dir.path.name, recipe="", world_size=plan.world_size)
         self._world_size = 0
         """Of the state of the run when it was followed last; 0 before."""
+        self._metrics_at = 0.0
+        """When the user's own metrics were written last, Unix seconds."""
         self._events = -1
         """File descriptor of the run's own events; negative before the first event."""
         self.missing_record = ""
@@ -133,13 +138,15 @@ class RunStatusWriter:
             log_line(f"cannot record {type(event).__name__}: {error.strerror}")
 
     def follow(self, state: RunState) -> None:
-        """Write the newest validation loss, the shares and the number of ranks into the status if they have changed."""
+        """Write what lists of runs show while the run goes on into the status if it has changed."""
         valid, status = _valid(state), self._status
         has_changed = self._follow_world(state)
         if valid is not None and valid != status.valid:
             status.valid, has_changed = valid, True
         if (change := state.shares.newest) is not None and change.shares != status.shares:
             status.shares, has_changed = change.shares, True
+        if self._now() - self._metrics_at >= METRICS_INTERVAL_S and (metrics := _metrics(state)) != status.metrics:
+            status.metrics, self._metrics_at, has_changed = metrics, self._now(), True
         if has_changed:
             self._write_status()
 
@@ -188,6 +195,7 @@ class RunStatusWriter:
             status.steps_per_s, status.samples_per_s = rates.steps_per_s, rates.samples_per_s
             status.tokens_per_s, status.mfu = rates.tokens_per_s, rates.mfu
             status.noise_scale = None if state.noise_scale is None else state.noise_scale.samples
+            status.metrics = _metrics(state)
             status.findings = marking(roll_up(state.findings.values(), state.ranks))
             status.valid = _valid(state)
             status.shares = None if state.shares.newest is None else state.shares.newest.shares
@@ -224,6 +232,10 @@ class RunStatusWriter:
             write_status(self._dir, self._status)
         except OSError as error:
             log_line(f"cannot write {self._dir.status}: {error.strerror}")
+
+
+def _metrics(state: RunState) -> dict[str, float | Literal["nan"]]:
+    return {name: value if isfinite(value) else "nan" for name, value in state.metrics.values().items()}
 
 
 def _valid(state: RunState) -> float | Literal["nan"] | None:

@@ -83,7 +83,9 @@ class LivePage:
     def _build(self) -> None:
         live = self._live
         report = run_report(live.state, run_facts(live, known=self._facts))
-        charts = run_charts(live.series, live.hardware, self._blocks, loss_unit=report.loss_unit, columns=LIVE_COLUMNS)
+        charts = run_charts(
+            live.series, live.hardware, self._blocks, live.metrics, loss_unit=report.loss_unit, columns=LIVE_COLUMNS
+        )
         data = page_data(report, charts)
         with self._changed:
             self._shown = live.version

@@ -8,6 +8,7 @@ from math import isfinite, nan
 import msgspec
 
 from gputrain_tui.history.hardware_series import HardwareSeries
+from gputrain_tui.history.metric_curves import MetricCurves
 from gputrain_tui.history.series import BAND_METRICS, Metric, Series
 from gputrain_tui.report.run_report import StepPart, step_parts
 from gputrain_tui.report.step_blocks import StepBlocks
@@ -19,6 +20,8 @@ MAX_RANKS = 16
 """Ranks that have lines of their own: of more, the lateness map shows all."""
 MAX_CELLS = 60_000
 """Cells of the lateness map: 1,024 ranks have 58 columns."""
+MAX_METRICS, METRIC_COLUMNS = 64, 240
+"""The user's own metrics that have a curve, and its columns: together a few hundred kilobytes."""
 Values = tuple[float | None, ...]
 
 
@@ -74,12 +77,21 @@ class RunCharts(msgspec.Struct, frozen=True, kw_only=True):
     end: float | None = None
     hardware: tuple[HardwareLine, ...] = ()
 
+    metrics: tuple[StepCurve, ...] = ()
+    """The user's own."""
+
 
 UNITS: dict[Metric, str] = {"loss": "", "step_ms": "ms", "sync_exposed_ms": "ms"}
 
 
 def run_charts(
-    series: Series, hardware: HardwareSeries, blocks: StepBlocks, *, loss_unit: str = "", columns: int = COLUMNS
+    series: Series,
+    hardware: HardwareSeries,
+    blocks: StepBlocks,
+    metrics: MetricCurves,
+    *,
+    loss_unit: str = "",
+    columns: int = COLUMNS,
 ) -> RunCharts:
     """Return the charts of a run; none of a run without a step but the hardware's."""
     first, last = series.span()
@@ -109,6 +121,7 @@ def run_charts(
         curves=tuple(_curve(series, name, units[name], columns) for name in BAND_METRICS),
         blocks=tuple(_block_parts(blocks)),
         lateness=_lateness(series, first, last, columns),
+        metrics=tuple(_metric(metrics, name, (first, last), columns) for name in metrics.names[:MAX_METRICS]),
     )
 
 
@@ -126,6 +139,12 @@ def _curve(series: Series, name: Metric, unit: str, columns: int) -> StepCurve:
             for rank in range(series.world_size if few and series.world_size > 1 else 0)
         },
     )
+
+
+def _metric(metrics: MetricCurves, name: str, span: tuple[int, int], columns: int) -> StepCurve:
+    window = metrics[name].window(min(columns, METRIC_COLUMNS), span)
+    low, median, high = (_rounded(values) for values in (window.low, window.median, window.high))
+    return StepCurve(name=name, unit="", median=median, low=low, high=high)
 
 
 def _block_parts(blocks: StepBlocks) -> Iterable[BlockParts]:

@@ -147,6 +147,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None = None
     loss_unit: str = ""
     validations: tuple[ValidationReport, ...] = ()
+    metrics: dict[str, float | None] = msgspec.field(default_factory=dict)
+    """The user's own by name: the newest values, over the ranks that report them; null: not finite."""
     findings: tuple[FindingReport, ...] = ()
     """By the time at which each was raised."""
     attempts: tuple[str, ...] = ()
@@ -203,6 +205,7 @@ def run_report(state: RunState, facts: RunFacts) -> RunReport:
             )
             for each in state.validations
         ),
+        metrics={name: _finite(value) for name, value in state.metrics.values().items()},
         findings=tuple(past_findings(state.past_findings, state.findings)),
         attempts=tuple(each.message for each in state.past_findings if each.kind == RESTARTED),
         hosts=tuple(_host(state.nodes[node]) for node in sorted(state.nodes)),

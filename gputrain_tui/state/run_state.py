@@ -11,6 +11,7 @@ from gputrain_tui.state.checksums import DesyncState
 from gputrain_tui.state.elapsed import Pace, elapsed_s, time_by_boot
 from gputrain_tui.state.figures import RunFigures, run_figures
 from gputrain_tui.state.finding_text import loss_is_nan, named_ranks
+from gputrain_tui.state.newest_metrics import NewestMetrics
 from gputrain_tui.state.rank_state import RankView, rank_outcome
 from gputrain_tui.state.record_gaps import RECORD_ADVICE
 from gputrain_tui.state.share_changes import ShareChanges
@@ -69,6 +70,8 @@ class RunState:
         self.nodes: dict[int, record.NodeSample] = {}
         self.sample: record.Sample | None = None
         self.noise_scale: record.NoiseScale | None = None
+        self.metrics = NewestMetrics()
+        """The user's own."""
         self.silence_ended_at = 0.0
         """When a silent host answered again last, Unix seconds."""
         self.longest_stay_s: dict[str, float] = {}
@@ -101,6 +104,7 @@ class RunState:
             record.CollectiveGroup: self._collective_group,
             record.Sample: partial(setattr, self, "sample"),
             record.NoiseScale: partial(setattr, self, "noise_scale"),
+            record.Metrics: self.metrics.apply,
             record.NodeSample: self._node_sample,
             record.Finding: self._finding,
             record.Failure: self._failure,

@@ -22,7 +22,7 @@ def charts_of(run: Run) -> tuple[RunReport, RunCharts]:
     blocks = StepBlocks()
     live = read_run_record(run, on_step=blocks.apply)
     report = run_report(live.state, run_facts(live))
-    charts = run_charts(live.series, live.hardware, blocks, loss_unit=report.loss_unit)
+    charts = run_charts(live.series, live.hardware, blocks, live.metrics, loss_unit=report.loss_unit)
     live.close()
     return report, charts
 

@@ -49,6 +49,7 @@ from trainer.engine.out_of_memory import BatchTrial, raise_out_of_memory
 from trainer.engine.parameter_use import ParameterUse
 from trainer.engine.preparation import build_model, read_data, require_same_on_ranks, strategy_of
 from trainer.engine.share_balance import ShareBalance, measures_steps
+from trainer.engine.step_metrics import StepMetrics
 from trainer.engine.training_state import TrainingState
 from trainer.engine.validation import Validator
 from trainer.engine.worker_context import WorkerContext
@@ -122,6 +123,7 @@ class Loop:
         self._progress = reports.Progress(ctx, every=options.log_interval)
         self._desync = reports.DesyncReports(ctx, self.raw_model)
         self._noise = NoiseMeter(self.model, options, ctx)
+        self._metrics = StepMetrics(task, ctx)
         self._saving = Saving(
             ctx, self.strategy, keep_last=options.keep_last, keep_last_epochs=options.keep_last_epochs
         )
@@ -246,7 +248,9 @@ class Loop:
                     self._compilation.begin(batch, step=step)
             with self._micro_step(batch, micro.samples, step=step, last=last):
                 with self.autocast:
-                    loss, count, _ = summed_loss(self.task, self.model, batch)
+                    loss, count, metrics = summed_loss(self.task, self.model, batch)
+                if micro.samples:
+                    self._metrics.add(metrics, count)
                 loss = items.add(loss, count, micro.samples, last=last)
                 meter.lap("forward")
                 loss_sum = loss_sum + finite.require_loss(loss, batch, step=step)
@@ -294,6 +298,7 @@ class Loop:
             grad_norm=grad_norm,
             grad_scale=grad_scale,
         )
+        self._metrics.after_step(self.updates)
         self._noise.after_step(
             step=self.updates,
             samples=self._items.samples,
@@ -347,6 +352,7 @@ class Loop:
         self._agreement.close()
         self._desync.finish()
         self._noise.finish()
+        self._metrics.after_step(self.updates, last=True)
         self.meter.close()
         self._save()
         not_kept = self._saving.close()
@@ -374,6 +380,7 @@ class Loop:
         """Validate and save if the last update was not yet, then test; return early if asked to stop."""
         self._desync.finish()
         self._noise.finish()
+        self._metrics.after_step(self.updates, last=True)
         self.meter.close()
         if self.updates:
             self._validate()

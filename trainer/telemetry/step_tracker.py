@@ -22,6 +22,7 @@ from trainer.distributed.host_copies import HostCopy, begin_copy, host_copies
 from trainer.telemetry.clocks import Scalar
 from trainer.telemetry.ddp_log import ddp_of
 from trainer.telemetry.desync import ReplicatedTensors
+from trainer.telemetry.own_metrics import OWN
 from trainer.telemetry.step_meter import Phase, StepMeter
 
 NESTING = 4
@@ -88,6 +89,7 @@ class StepTracker:
         """Whether a forward pass has ended since the last mark: an evaluation from here on leaves it in the step."""
         self._training_laps = 0
         """Laps up to the last one in which the model was trained."""
+        OWN.record_to(writer, rank, lambda: self.step, lambda value: begin_copy(value, host_copies(value.device)))
         self.meter.part_after = self._part_after
         if model is not None:
             self.replicate(model)

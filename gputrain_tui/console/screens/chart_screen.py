@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import abstractmethod
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from textual import on, work
@@ -23,6 +24,7 @@ from gputrain_tui.console.widgets.run_header import RunHeader
 from gputrain_tui.history.run_folders import ancestors_of
 from gputrain_tui.history.series import BandMetric
 from gputrain_tui.lifecycle.live_run import POLL_BUDGET_S
+from gputrain_tui.tables import printable
 
 if TYPE_CHECKING:
     from gputrain_tui.history.run_folders import Run
@@ -208,6 +210,21 @@ class ChartScreen(ConsoleScreen):
     def action_scale(self) -> None:
         for chart in self.query(BandChart):
             chart.show(scale="log" if chart.chart_scale == "linear" else "linear", last=self._window)
+
+    def action_metric(self) -> None:
+        """Offer the user's own metrics for the chart of the loss."""
+        names = self.live.metrics.names
+        if not names:
+            self.console.report("this run reports no metrics of its own: see ?, topic scripts or tasks")
+            return
+
+        def choose(name: str | None) -> None:
+            chart = self.query_one("#loss", BandChart)
+            chart.own_metric = name
+            chart.redraw()
+
+        choices = [("loss", partial(choose, None)), *((printable(name), partial(choose, name)) for name in names)]
+        self.app.search_commands(choices, placeholder="metric to draw in place of the loss")
 
     def action_window(self) -> None:
         self.view.span = None

@@ -22,7 +22,7 @@ from gputrain_tui.console.screens.console_screen import Page, next_of
 from gputrain_tui.console.screens.start_and_stop import confirm_resume, confirm_stop, relaunch
 from gputrain_tui.console.widgets.line_input import PromptLine
 from gputrain_tui.console.widgets.overlay_chart import OverlayChart
-from gputrain_tui.console.widgets.run_list import SORT_KEYS, RunCard, RunList
+from gputrain_tui.console.widgets.run_list import RunCard, RunList
 from gputrain_tui.history.comparison import MAX_RUNS, MIN_RUNS
 from gputrain_tui.history.notes import checked_note, checked_tags, read_notes, write_notes
 from gputrain_tui.history.run_columns import run_filter
@@ -141,7 +141,7 @@ class HistoryScreen(Page):
     # Sorting and filtering
 
     def action_sort(self) -> None:
-        self._table.sort_key = next_of(SORT_KEYS, self._table.sort_key)
+        self._table.sort_key = next_of(self._table.sort_keys, self._table.sort_key)
         self._show_entries()
 
     def action_reverse(self) -> None:

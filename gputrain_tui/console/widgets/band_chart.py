@@ -17,8 +17,8 @@ from gputrain_tui.console.widgets.drawing import Row, format_short, format_value
 from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.headless.number_text import loss_text
 from gputrain_tui.history.comparison import CurvePoints, resampled
-from gputrain_tui.history.series import BandMetric, Series, Window
-from gputrain_tui.tables import duration
+from gputrain_tui.history.series import BandMetric, Series, Window, smooth_window
+from gputrain_tui.tables import duration, printable
 from trainer.contract.record import Validation
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class BandChart(Panel):
         self.view = view or ChartView()
         """Range, axis and cursor, shared by the charts of a screen."""
         self.earlier: Sequence[EarlierCurve] = ()
+        self.own_metric: str | None = None
+        """Name of one of the user's own metrics, which the chart shows instead of ``metric``."""
         self.chart_scale: Scale = "linear"
         self.last: int | None = None
         """Steps to show; None: the whole run."""
@@ -76,6 +78,8 @@ class BandChart(Panel):
         self.redraw()
 
     def seen_version(self) -> object:
+        if self.own_metric is not None:
+            return self.live.metrics.version, self.live.series.version
         validations = len(self.live.state.validations) if self.metric == "loss" else 0
         return self.live.series.version, validations, [each.series.version for each in self.earlier]
 
@@ -99,6 +103,8 @@ class BandChart(Panel):
         return XAxis(name=name, first_step=first, last_step=last, at=partial(axis.at, name))
 
     def draw(self, width: int, height: int) -> list[Row]:
+        if self.own_metric is not None and self.own_metric in self.live.metrics.names:
+            return self._draw_own(self.own_metric, width, height)
         series, x, columns = self.live.series, self.x_axis(), chart_columns(width)
         window = self._window(series, x, columns)
         rank = self.selected_rank
@@ -141,6 +147,33 @@ class BandChart(Panel):
             readout=readout,
             lr=self._learning_rates(x, cells),
             joints=[x.column(each.until, cells) for each in self.earlier if each.until and x.name == "step"],
+        )
+        return draw_curve(curve, width, height)
+
+    def _draw_own(self, name: str, width: int, height: int) -> list[Row]:
+        """Draw one of the user's own metrics: the mean and the band over the ranks that report it."""
+        x, columns = self.x_axis(), chart_columns(width)
+        fine = columns if x.name == "step" else FINE * columns
+        window = smooth_window(self.live.metrics[name].window(fine, (x.first_step, x.last_step)), self.smoothing)
+        window = on_axis(window, x, columns)
+        notes = [f"steps {x.first_step:,}–{x.last_step:,}"] if self.view.span else []
+        notes += [f"smooth over {self.smoothing:,} steps"] if self.smoothing else []
+        cursor = None if self.view.cursor is None else x.column(self.view.cursor, columns)
+        is_inside = cursor is not None and 0 <= cursor < columns
+        readout: Row | None = None
+        if cursor is not None:
+            readout = [(printable(name), "title"), (f"  step {self.view.cursor:,}  ", "accent")]
+            readout.append((format_value(window.median[cursor]) if is_inside else "", "bright"))
+        curve = Curve(
+            title=printable(name),
+            window=window,
+            value=self.live.state.metrics.values().get(name),
+            scale=self.chart_scale,
+            notes=tuple(notes),
+            blocks=self.ramp.shades,
+            x=x,
+            cursor=None if cursor is None or not is_inside else cursor // 2,
+            readout=readout,
         )
         return draw_curve(curve, width, height)
 

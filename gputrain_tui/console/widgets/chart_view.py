@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import ceil, isfinite, nan
 
 from gputrain_tui.console.widgets.drawing import Row, format_short, nice_step
-from gputrain_tui.history.series import Window, interpolate
+from gputrain_tui.history.series import Window, fill_gaps
 from gputrain_tui.history.step_axis import AXES, AxisName, StepAxis
 from gputrain_tui.tables import duration
 
@@ -168,7 +168,7 @@ def on_axis(window: Window, x: XAxis, columns: int) -> Window:
     median = [sum(part) / len(part) if part else nan for part in finite]
     high = [max(window.high[index] for index in group) if part else nan for group, part in pairs]
     for values in (low, median, high):
-        _fill(values)
+        fill_gaps(values)
     return Window(first_step=window.first_step, last_step=window.last_step, low=low, median=median, high=high)
 
 
@@ -176,14 +176,3 @@ def line_on_axis(values: Sequence[float], x: XAxis, columns: int) -> list[float]
     """Return one rank's line, resampled like a band by ``on_axis``."""
     window = Window(first_step=x.first_step, last_step=x.last_step, low=[*values], median=[*values], high=[*values])
     return on_axis(window, x, columns).median
-
-
-def _fill(values: list[float]) -> None:
-    """Interpolate the NaNs between two values: a long step spans several columns."""
-    before = -1
-    for current, value in enumerate(values):
-        if value != value:
-            continue
-        if 0 <= before < current - 1:
-            interpolate(values, before, current, value)
-        before = current

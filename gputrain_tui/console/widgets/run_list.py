@@ -12,7 +12,16 @@ from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_r
 from gputrain_tui.console.widgets.run_header import sign_of
 from gputrain_tui.console.widgets.table_columns import Column, fitting, number_column, text_column
 from gputrain_tui.history.comparison import MAX_RUNS, MIN_RUNS
-from gputrain_tui.history.run_columns import NEWEST_FIRST, RUN_COLUMNS, Entry, run_filter, sorted_runs
+from gputrain_tui.history.run_columns import (
+    METRIC,
+    NEWEST_FIRST,
+    RUN_COLUMNS,
+    Entry,
+    metric_names,
+    metrics_text,
+    run_filter,
+    sorted_runs,
+)
 from gputrain_tui.history.summary import UNREADABLE
 from gputrain_tui.row_filter import RowFilter, Value
 from gputrain_tui.tables import duration, evaluation, of_weights, printable
@@ -47,9 +56,10 @@ COLUMNS: tuple[Column[Entry], ...] = (
     number_column("took", 9, 2, _value("took"), form=lambda value, width: duration(value)),
     text_column("started", 16, 5, _value("started"), form=_date, role="dim"),
     text_column("tags", 16, 6, _value("tags")),
+    text_column("metrics", 24, 9, lambda entry: metrics_text(entry) or None),
 )
 """From left to right."""
-SPARSE = ("valid", "lr", "tokens", "tags")
+SPARSE = ("valid", "lr", "tokens", "tags", "metrics")
 """Columns that are left out if no run has a value."""
 BEFORE_CELLS = 18
 """Cells of a line besides the run's id and the columns."""
@@ -134,6 +144,11 @@ class RunList(Listing[Entry]):
         if not self.cursor:
             self.lines = ()
         self.show_lines(kept)
+
+    @property
+    def sort_keys(self) -> list[str]:
+        """Columns to sort by, the users' own metrics last."""
+        return [*SORT_KEYS, *(METRIC + name for name in metric_names(self.listed or ()))]
 
     @property
     def entry(self) -> Entry | None:

@@ -6,10 +6,15 @@ import heapq
 from typing import Any, Protocol
 
 from gputrain_tui.history.export.steps import RankExtent, SingleStep
-from gputrain_tui.history.export.tensorboard_folder import hyper_parameters, over_ranks, validation_scalars
+from gputrain_tui.history.export.tensorboard_folder import (
+    hyper_parameters,
+    metric_scalars,
+    over_ranks,
+    validation_scalars,
+)
 from gputrain_tui.history.follow import Follower
 from gputrain_tui.history.known_ranks import KnownRanks
-from trainer.contract.record import RunDir, RunEnded, RunStarted, Step, Validation, World
+from trainer.contract.record import Metrics, RunDir, RunEnded, RunStarted, Step, Validation, World
 
 
 class Sink(Protocol):
@@ -21,6 +26,8 @@ class Sink(Protocol):
         """Take a step of all ranks, in their order."""
 
     def validation(self, event: Validation) -> None: ...
+
+    def metrics(self, event: Metrics) -> None: ...
 
     def commit(self) -> None: ...
 
@@ -62,6 +69,11 @@ class WandbSink:
 
     def validation(self, event: Validation) -> None:
         self._pending.append({"step": float(event.step), **validation_scalars(event)})
+
+    def metrics(self, event: Metrics) -> None:
+        """Log the user's own metrics of rank 0; those of single other ranks are left out as above."""
+        if event.rank == 0 and event.values:
+            self._pending.append({"step": float(event.step), **metric_scalars(event)})
 
     def commit(self) -> None:
         for values in self._pending:
@@ -114,6 +126,8 @@ class LiveScalars:
                             self._step(rank, single)
                     elif isinstance(event, Validation) and rank == 0:
                         self._sink.validation(event)
+                    elif isinstance(event, Metrics):
+                        self._sink.metrics(event)
                     else:
                         reading.note(event)
         if not self._follower.backlog_bytes:

@@ -7,6 +7,7 @@ other numbers are means over all of them, which each of its steps then repeats.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -17,6 +18,7 @@ from gputrain_tui.history.run_folders import Run
 from trainer.contract.record import (
     AnyEvent,
     Lost,
+    Metrics,
     RankState,
     ShareChange,
     Step,
@@ -167,6 +169,29 @@ class RecordedSteps:
                 extent.is_cut = True
                 return
 
+    def metrics(self, rank: int) -> Iterator[tuple[int, Metrics]]:
+        """Yield the user's own metrics of a rank in the order of its record, each with its attempt."""
+        extent = RankExtent(rank=rank)
+        for lines in self._lines(str(rank), READ_BYTES[1], counted=False):
+            for event in decode_events(lines):
+                if type(event) is Step:
+                    deque(extent.step(event), maxlen=0)
+                elif type(event) is Metrics:
+                    yield extent.attempts, event
+                else:
+                    extent.note(event)
+
+    def metric_names(self) -> list[str]:
+        """Return the names of the user's own metrics of all wanted ranks."""
+        names: dict[str, None] = {}
+        for rank in self.ranks:
+            for lines in self._lines(str(rank), READ_BYTES[1], counted=False):
+                kept = [line for line in lines.splitlines(keepends=True) if line.startswith(b'{"type":"metrics"')]
+                for event in decode_events(b"".join(kept)):
+                    if type(event) is Metrics:
+                        names |= dict.fromkeys([*event.values, *event.non_finite])
+        return list(names)
+
     def over_ranks(self) -> Iterator[list[SingleStep]]:
         """Yield the steps of equal attempt and number of all wanted ranks together, in their order."""
         readings = [self.of(rank, share=len(self.ranks)) for rank in self.ranks]
@@ -174,7 +199,7 @@ class RecordedSteps:
             yield list(row)
 
     def notes(self, names: Sequence[str]) -> Iterator[AnyEvent]:
-        """Yield the events of some files, by name without suffix, that are no steps and no samples of machines."""
+        """Yield the events of some files, by name without suffix, but no steps, metrics and samples of machines."""
         for name in names:
             for lines in self._lines(name, READ_BYTES[1], counted=False):
                 kept = [line for line in lines.splitlines(keepends=True) if not line.startswith(FREQUENT_EVENTS)]
@@ -218,7 +243,7 @@ class RecordedSteps:
             file.close()
 
 
-FREQUENT_EVENTS = (b'{"type":"step"', b'{"type":"node_sample"')
+FREQUENT_EVENTS = (b'{"type":"step"', b'{"type":"metrics"', b'{"type":"node_sample"')
 """Beginnings of the lines that make up most of a record."""
 
 

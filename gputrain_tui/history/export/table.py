@@ -5,14 +5,14 @@ from __future__ import annotations
 import csv
 import io
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import BinaryIO
 
 import msgspec
 
 from gputrain_tui.history.export.steps import RecordedSteps, SingleStep
-from trainer.contract.record import SINGLE_VALUES, ShareChange, Step, encode_event
+from trainer.contract.record import SINGLE_VALUES, Metrics, ShareChange, Step, encode_event
 
 CORE_WAIT_PHASES = ("data", "h2d", "forward", "backward", "sync", "optimizer", "other")
 """Phases of ``core_wait_ms``, which has a column for each."""
@@ -37,18 +37,40 @@ def write_csv(record: RecordedSteps, file: BinaryIO) -> None:
     """Write a line per rank and step, rank after rank; values that were not measured are empty.
 
     The share is the rank's samples of a micro-step where shares are balanced. The times of the buckets are numbers with
-    spaces between them, the collectives by group a JSON list; single calls are left out.
+    spaces between them, the collectives by group a JSON list; single calls are left out. The user's own metrics have
+    columns behind all others, ``metric:NAME``.
     """
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     try:
         rows = csv.writer(text, lineterminator="\n")
-        rows.writerow(COLUMNS)
+        names = record.metric_names()
+        rows.writerow([*COLUMNS, *(f"metric:{name}" for name in names)])
         changes = record.share_changes()
         for rank in record.ranks:
-            rows.writerows(_row(single, _share(changes, rank, single)) for single in record.of(rank))
+            metrics = _MetricsBySteps(record.metrics(rank) if names else iter(()))
+            for single in record.of(rank):
+                own = metrics.at(single.attempt, single.step.step) if names else {}
+                rows.writerow([*_row(single, _share(changes, rank, single)), *(own.get(name, "") for name in names)])
         text.flush()
     finally:
         text.detach()  # the caller closes the file
+
+
+class _MetricsBySteps:
+    """A rank's own metrics, found in the order of its steps."""
+
+    def __init__(self, metrics: Iterator[tuple[int, Metrics]]) -> None:
+        self._metrics = metrics
+        self._next: tuple[int, Metrics] | None = next(metrics, None)
+
+    def at(self, attempt: int, step: int) -> dict[str, float]:
+        """Return the metrics of a step; those of earlier ones are passed over."""
+        values: dict[str, float] = {}
+        while self._next is not None and (self._next[0], self._next[1].step) <= (attempt, step):
+            if (self._next[0], self._next[1].step) == (attempt, step):
+                values |= self._next[1].values
+            self._next = next(self._metrics, None)
+        return values
 
 
 def _share(changes: Sequence[tuple[int, ShareChange]], rank: int, single: SingleStep) -> object:
@@ -71,13 +93,22 @@ def _row(single: SingleStep, share: object) -> tuple[object, ...]:
 
 
 def write_jsonl(record: RecordedSteps, file: BinaryIO) -> None:
-    """Write a step event of the record for each single step, with ``attempt`` and ``averaged_over`` besides."""
+    """Write a step event of the record for each single step, with ``attempt`` and ``averaged_over`` besides.
+
+    Behind the steps of a rank are its events of the user's own metrics, with ``attempt``.
+    """
     parts: list[bytes] = []
     parts_per_write = 2000  # buffered parts, two for each line, after which they are written: about 300 KB
     for rank in record.ranks:
         for attempt, averaged_over, _, step in record.of(rank):
             parts.append(encode_event(step)[:-2])
             parts.append(b',"attempt":%d,"averaged_over":%d}\n' % (attempt, averaged_over))
+            if len(parts) >= parts_per_write:
+                file.write(b"".join(parts))
+                parts.clear()
+        for attempt, event in record.metrics(rank):
+            parts.append(encode_event(event)[:-2])
+            parts.append(b',"attempt":%d}\n' % attempt)
             if len(parts) >= parts_per_write:
                 file.write(b"".join(parts))
                 parts.clear()

@@ -17,7 +17,7 @@ from gputrain_tui.history.export.steps import RecordedSteps, SingleStep
 from gputrain_tui.recipe.allow_list import AllowList
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from trainer.contract.errors import MachineNotReadyError
-from trainer.contract.record import SINGLE_VALUES, RunDir, Step, Validation
+from trainer.contract.record import SINGLE_VALUES, Metrics, RunDir, Step, Validation
 from trainer.contract.record.regular_file import read_whole
 
 COMMIT_BYTES = 1 << 20
@@ -135,6 +135,9 @@ class TensorBoardSink:
     def validation(self, event: Validation) -> None:
         self._file(".").scalars(validation_scalars(event), step=event.step, time=event.time)
 
+    def metrics(self, event: Metrics) -> None:
+        self._file(f"rank_{event.rank}").scalars(metric_scalars(event), step=event.step, time=event.time)
+
     def commit(self) -> None:
         for part in self._files:
             self._append(part)
@@ -181,6 +184,8 @@ def write_tensorboard(record: RecordedSteps, folder: Path) -> None:
     for rank in ranks:
         for single in record.of(rank):
             sink.rank(rank, single)
+        for _, metrics in record.metrics(rank):
+            sink.metrics(metrics)
         sink.commit()
     for row in record.over_ranks():
         sink.over_ranks(row)
@@ -211,6 +216,11 @@ def validation_scalars(event: Validation) -> dict[str, float]:
     return {f"{event.split}/loss": event.loss} | {
         f"{event.split}/{name}": value for name, value in event.metrics.items()
     }
+
+
+def metric_scalars(event: Metrics) -> dict[str, float]:
+    """Return the user's own metrics by tag."""
+    return {f"metric/{name}": value for name, value in event.values.items()}
 
 
 def over_ranks(row: list[SingleStep]) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:

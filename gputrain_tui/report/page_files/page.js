@@ -4,7 +4,7 @@
 const HEIGHT = 176, LEFT = 52, RIGHT = 8, TOP = 8, BOTTOM = 20;
 const PARTS = ["data", "forward", "backward", "sync", "optimizer", "other"];
 const NAMES = { data: "data and copies", sync: "exposed synchronisation", other: "outside of all phases" };
-const view = { zoom: null, rank: "", host: "", cursor: null, isDragging: false };
+const view = { zoom: null, rank: "", host: "", metric: "", cursor: null, isDragging: false };
 let shown = null;
 let WIDTH = 640;
 
@@ -237,6 +237,18 @@ function stepCharts(data) {
   return boxes;
 }
 
+function metricChart(data) {
+  const { charts } = data, curve = charts.metrics.find((each) => each.name === view.metric) || charts.metrics[0];
+  const count = curve.median.length, span = charts.last_step - charts.first_step + 1;
+  const x = curve.median.map((_, index) => Math.round(charts.first_step + ((index + 0.5) * span) / count - 0.5));
+  const axis = { xName: "step", xText: (step) => Math.round(step).toLocaleString("en-US"), zoomable: true };
+  return chart({ ...axis, title: curve.name, unit: curve.unit, x, lines: [{ name: "mean", values: curve.median }], band: { low: curve.low, high: curve.high } });
+}
+
+function metricTable(report) {
+  return table(["metric", { right: "newest" }], Object.entries(report.metrics).slice(0, 256).map(([name, value]) => [name, { right: precise(value) }]));
+}
+
 // Ranks downwards, steps to the right; the darker, the later. A canvas, as it may have 60,000 cells.
 function lateness(charts) {
   const { ranks, columns } = charts.lateness, cell = Math.max(2, Math.min(22, Math.floor(264 / ranks.length)));
@@ -319,8 +331,8 @@ function findingTable(report) {
   return box;
 }
 
-function choice(label, options, current, choose) {
-  const select = make("select", { "aria-label": label }, make("option", { value: "" }, "all"), ...options.map((value) => make("option", { value }, value)));
+function choice(label, options, current, choose, all = true) {
+  const select = make("select", { "aria-label": label }, all ? make("option", { value: "" }, "all") : null, ...options.map((value) => make("option", { value }, value)));
   select.value = options.includes(current) ? current : "";
   select.addEventListener("change", () => { choose(select.value); show(shown); });
   return make("label", {}, label + " ", select);
@@ -345,6 +357,10 @@ function show(data) {
   if (report.parts.length) main.append(section("Where a step's time goes", partTable(report)));
   main.append(make("div", { class: "controls" }, choice("rank", ranks, view.rank, (value) => { view.rank = value; }), choice("host", hosts, view.host, (value) => { view.host = value; }), make("span", { class: "faint" }, "drag to zoom, double click or Esc for all")));
   main.append(section("Over the steps", make("div", { class: "charts" }, ...stepCharts(data))));
+  if (data.charts.metrics.length) {
+    const names = data.charts.metrics.map((each) => each.name), first = names.includes(view.metric) ? view.metric : names[0];
+    main.append(section("Its own metrics", make("div", { class: "controls" }, choice("metric", names, first, (value) => { view.metric = value; }, false)), make("div", { class: "charts" }, metricChart(data), metricTable(report))));
+  }
   if (report.findings.some((each) => each.severity !== "info")) main.append(section("What was found, and when", findingTable(report)));
   main.append(section("Ranks", rankTable(report)));
   const hardware = hardwareCharts(data);

@@ -31,6 +31,7 @@ from trainer.contract.record.events import (
     Finding as Finding,
     Joining as Joining,
     Lost as Lost,
+    Metrics as Metrics,
     ModelFlops as ModelFlops,
     NoiseScale as NoiseScale,
     Queued as Queued,

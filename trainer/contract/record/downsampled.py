@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from trainer.contract.record.events import SINGLE_VALUES, Event, Step
+from trainer.contract.record.events import SINGLE_VALUES, Event, Metrics, Step
 from trainer.contract.record.json_lines import AnyEvent
 from trainer.contract.record.machine_samples import NodeSample
 from trainer.contract.record.numbers import Count, FiniteFloat
@@ -133,6 +133,35 @@ class _OpenBlock:
         )  # fmt: skip
 
 
+class _OpenMetrics:
+    """A user's own metrics since the last block of the narrowest width ended: they become one note, with means."""
+
+    __slots__ = ("begin", "counts", "last", "non_finite", "sums")
+
+    def __init__(self) -> None:
+        self.begin = 0
+        self.last: Metrics | None = None
+        self.sums: dict[str, float] = {}
+        self.counts: dict[str, int] = {}
+        self.non_finite: set[str] = set()
+
+    def add(self, event: Metrics, begin: int) -> None:
+        self.begin = begin if self.last is None else self.begin
+        self.last = event
+        for name, value in event.values.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+            self.counts[name] = self.counts.get(name, 0) + 1
+        self.non_finite.update(event.non_finite)
+
+    def closed(self) -> Metrics:
+        assert self.last is not None
+        means = {name: total / self.counts[name] for name, total in self.sums.items()}
+        return Metrics(
+            time=self.last.time, rank=self.last.rank, step=self.last.step, values=means,
+            non_finite=sorted(self.non_finite - means.keys()),
+        )  # fmt: skip
+
+
 class Downsampler:
     """Downsampler of one event file: turns its events, in the order of their lines, into blocks and notes."""
 
@@ -143,6 +172,7 @@ class Downsampler:
         self._open = {level: _OpenBlock(at) for level in LEVELS}
         self._unit = 1
         """Steps per event: the least power of two that no event so far exceeds."""
+        self._metrics = _OpenMetrics()
         self._lines: dict[Path, list[bytes]] = {}
         self._encode = msgspec.json.Encoder().encode
         self._begun: set[Path] = set()
@@ -152,9 +182,19 @@ class Downsampler:
         begin, self._end = self._end, self._end + size
         if isinstance(event, Step):
             self._step(event)
+        elif isinstance(event, Metrics):
+            self._metrics.add(event, begin)
         elif not isinstance(event, NodeSample):
-            line = self._encode({"begin": begin, "event": event}) + b"\n"
-            self._lines.setdefault(note_file(self._folder, self._name), []).append(line)
+            self._note(event, begin)
+
+    def _note(self, event: Event, begin: int) -> None:
+        line = self._encode({"begin": begin, "event": event}) + b"\n"
+        self._lines.setdefault(note_file(self._folder, self._name), []).append(line)
+
+    def _note_metrics(self) -> None:
+        metrics, self._metrics = self._metrics, _OpenMetrics()
+        if metrics.last is not None:
+            self._note(metrics.closed(), metrics.begin)
 
     def _step(self, event: Step) -> None:
         while self._unit < event.steps:
@@ -168,12 +208,15 @@ class Downsampler:
             event = self._close(level, block)
 
     def _close(self, level: int, block: _OpenBlock) -> DownsampledBlock:
+        if level == LEVELS[0]:
+            self._note_metrics()
         closed = block.closed(self._end)
         self._open[level] = _OpenBlock(self._end)
         self._lines.setdefault(block_file(self._folder, self._name, level), []).append(self._encode(closed) + b"\n")
         return closed
 
     def finish(self) -> None:
+        self._note_metrics()
         carried: DownsampledBlock | None = None
         for level in LEVELS:
             block = self._open[level]

@@ -5,7 +5,7 @@ A value that was not measured is absent, never 0; durations are milliseconds, si
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -235,6 +235,23 @@ class Step(Event, kw_only=True, tag="step"):
     """The ``step_ms`` of each covered step, likewise."""
     sync_exposed_ms_each: list[FiniteFloat | None] | None = None
     """The ``sync_exposed_ms`` of each covered step, likewise."""
+
+
+MAX_METRICS = 256
+"""Most names of a user's own metrics that a rank records."""
+MAX_METRIC_CHARS = 128
+MetricName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_METRIC_CHARS)]
+
+
+class Metrics(Event, kw_only=True, tag="metrics"):
+    """Numbers that the training itself reports by name, at a step; of each name the last one at that step."""
+
+    rank: Rank
+    step: Count
+    """Optimizer steps done; 0 before the first."""
+    values: Annotated[dict[MetricName, FiniteFloat], msgspec.Meta(max_length=MAX_METRICS)] = {}
+    non_finite: list[MetricName] = []
+    """Names of those that were NaN or infinite."""
 
 
 SINGLE_VALUES = {"loss": "losses", "step_ms": "step_ms_each", "sync_exposed_ms": "sync_exposed_ms_each"}

@@ -17,6 +17,7 @@ from trainer.contract.record.events import (
     Finding,
     Joining,
     Lost,
+    Metrics,
     ModelFlops,
     NoiseScale,
     Queued,
@@ -39,8 +40,8 @@ T = TypeVar("T")
 
 AnyEvent = (
     RunStarted | World | Queued | RankState | Joining | Unheard | TrainingPlan | ShareChange | ModelFlops | Step | Doing
-    | Validation | Checkpoint | NoiseScale | Checksum | CollectiveGroup | Sample | NodeSample | Finding | Failure
-    | RankStacks | Lost | RunEnded
+    | Metrics | Validation | Checkpoint | NoiseScale | Checksum | CollectiveGroup | Sample | NodeSample | Finding
+    | Failure | RankStacks | Lost | RunEnded
 )  # fmt: skip
 
 _encode = msgspec.json.Encoder()

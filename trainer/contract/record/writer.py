@@ -50,7 +50,7 @@ class EventWriter:
         self._closing = False
         self._urgent = False
         """Whether ``write_now`` waits for the next write."""
-        self._before_write: Callable[[bool], None] | None = None
+        self._before_write: list[Callable[[bool], None]] = []
         self._unrecorded: UnrecordedSteps | None = None
         """None for other files than those of the ranks in a run directory."""
         self._thread: threading.Thread | None = None
@@ -104,11 +104,11 @@ class EventWriter:
             self._downsampler.add(event, len(line))
 
     def before_each_write(self, call: Callable[[bool], None]) -> None:
-        """Set a function that the thread calls before each write, ten times a second, to add events.
+        """Add a function that the thread calls before each write, ten times a second, to add events.
 
         Its argument is True if this may be the last write: when the writer closes, or in ``write_now``.
         """
-        self._before_write = call
+        self._before_write.append(call)
 
     def flush(self, timeout_s: float = 2.0) -> bool:
         """Wait until all queued events are written, or the time-out; return whether nothing is pending."""
@@ -150,8 +150,8 @@ class EventWriter:
     def _run(self, path: Path) -> None:
         while True:
             closing, urgent = self._closing, self._urgent
-            if self._before_write is not None:
-                self._before_write(closing or urgent)
+            for call in self._before_write:
+                call(closing or urgent)
             self._drain(path)
             if urgent:
                 self._urgent = False

@@ -153,7 +153,10 @@ class Recording:
     def await_compiler(self) -> None:
         if self.on and self._tracker is None:
             self._open_record()
-            self._writer.before_each_write(CompilationReport(self._writer, self._rank, lambda: self.on).check)
+            self._writer.before_each_write(CompilationReport(self._writer, self._rank, self._awaits_step).check)
+
+    def _awaits_step(self) -> bool:
+        return self.on and self._tracker is None
 
     def fail(self, error: Exception) -> None:
         if self.on:
