@@ -1,4 +1,4 @@
-"""Mirrors of tracker clients, on small stand-ins with the same calls as mlflow, trackio, tensorboardX and older wandb."""
+"""Mirrors of tracker clients: small stand-ins have the calls of mlflow, trackio, tensorboardX and older wandb."""
 
 from __future__ import annotations
 
@@ -137,4 +137,4 @@ def test_a_call_in_another_thread_is_not_within_this_one(given: list[dict[Any, A
             return super().items()
 
     mlflow.log_metrics(Metrics(a=2.0))
-    assert given == [{"other": 1.0}, {"a": 2.0}]
+    assert given == [{"a": 2.0}, {"other": 1.0}]

@@ -50,6 +50,13 @@ def _lightning(given: Mapping[str, Any]) -> Mapping[Any, Any]:
     return {"epoch": given["self"].trainer.current_epoch, **metrics}  # as the connector adds it for its loggers
 
 
+def _accelerate(given: Mapping[str, Any]) -> Mapping[Any, Any]:
+    """Return the values; the method's decorator hides the names of its arguments."""
+    named: dict[str, Any] = {**given, **given.get("kwargs", {})}
+    values: Mapping[Any, Any] = named["values"] if "values" in named else named["args"][1]
+    return values
+
+
 _LIGHTNING = "trainer.connectors.logger_connector.logger_connector"
 _CLIENTS = (
     _Client("wandb.sdk.wandb_run", "Run.log", _argument("data")),
@@ -58,10 +65,10 @@ _CLIENTS = (
     _Client("torch.utils.tensorboard.writer", "SummaryWriter.add_scalars", _scalars),
     _Client("tensorboardX.writer", "SummaryWriter.add_scalar", _named("tag", "scalar_value")),
     _Client("tensorboardX.writer", "SummaryWriter.add_scalars", _scalars),
-    _Client("transformers.trainer", "Trainer.log", _argument("logs")),
+    _Client("transformers.trainer_callback", "CallbackHandler.on_log", _argument("logs")),
     _Client(f"lightning.pytorch.{_LIGHTNING}", "_LoggerConnector.log_metrics", _lightning),
     _Client(f"pytorch_lightning.{_LIGHTNING}", "_LoggerConnector.log_metrics", _lightning),
-    _Client("accelerate.accelerator", "Accelerator.log", _argument("values")),
+    _Client("accelerate.accelerator", "Accelerator.log", _accelerate),
     _Client("mlflow", "log_metric", _named("key", "value")),
     _Client("mlflow", "log_metrics", _argument("metrics")),
     _Client("trackio", "log", _argument("metrics")),
@@ -90,7 +97,7 @@ def _wrap_all(module: str) -> None:
 def _wrap_disabled() -> None:
     """Mirror a disabled run of older wandb too, which gets a ``log`` of its own that does nothing."""
     with contextlib.suppress(Exception):
-        maker: Any = sys.modules[_WANDB_INIT]._WandbInit  # noqa: SLF001
+        maker: Any = sys.modules[_WANDB_INIT]._WandbInit
         make = maker.make_disabled_run
 
         @functools.wraps(make)
@@ -116,14 +123,13 @@ def _mirrored(original: Callable[..., Any], metrics: Metrics) -> Callable[..., A
     @functools.wraps(original)
     def mirrored(*given: Any, **named: Any) -> Any:
         depth = getattr(_call, "depth", 0)
+        if not depth:
+            with contextlib.suppress(Exception):
+                OWN.add(metrics(signature.bind_partial(*given, **named).arguments))
         _call.depth = depth + 1
         try:
             return original(*given, **named)
         finally:
             _call.depth = depth
-            if not depth:
-                # After the call, as Hugging Face's Trainer adds to what it was given.
-                with contextlib.suppress(Exception):
-                    OWN.add(metrics(signature.bind_partial(*given, **named).arguments))
 
     return mirrored
