@@ -21,7 +21,7 @@ from trainer.agent import own_package, script
 from trainer.agent.assignment import RankAssignment
 from trainer.contract.outcome import RankReport
 from trainer.contract.record import RunDir
-from trainer.telemetry.instrument import started_process
+from trainer.telemetry.instrument import started_process, tracker_clients
 from trainer.telemetry.instrument.started_process import after_import
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def install(path: Path, rank: int, *, on_begin: Callable[[], None] = lambda: Non
             print(f"gputrain: not measured: {type(error).__name__}: {error}", file=sys.stderr)
 
     after_import("torch", begin)
+    tracker_clients.mirror()
 
 
 def _follow_started(assignment: RankAssignment) -> None:
