@@ -246,7 +246,7 @@ function metricChart(data) {
 }
 
 function metricTable(report) {
-  return table(["metric", { right: "newest" }], Object.entries(report.metrics).slice(0, 256).map(([name, value]) => [name, { right: precise(value) }]));
+  return table(["metric", { right: "newest" }], Object.entries(report.metrics).slice(0, 256).map(([name, value]) => [name, { right: value === null ? "–" : String(Number(value.toPrecision(5))) }]));
 }
 
 // Ranks downwards, steps to the right; the darker, the later. A canvas, as it may have 60,000 cells.
