@@ -18,7 +18,7 @@ from gputrain_tui.history.comparison import differences
 from gputrain_tui.history.run_folders import Run, find
 from gputrain_tui.output import print_json, print_message, print_styled
 from gputrain_tui.report.load_report import read_recipe, read_run_record, run_facts
-from gputrain_tui.report.run_comparison import RecipeValues, RecordedRun, RunComparison, compare, parse_condition
+from gputrain_tui.report.run_comparison import DifferingValues, RecordedRun, RunComparison, compare, parse_condition
 from gputrain_tui.report.run_report import run_report
 from gputrain_tui.report.step_blocks import StepBlocks, without_core_waits
 from trainer.contract.errors import ExitCode, RequestError
@@ -35,7 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         action="append",
         default=[],
         help="exit with 1 if a run exceeds it beyond its interval: 'step_ms>+5%%', 'throughput<-5%%', "
-        "'loss@1000>+0.02', 'peak_memory>+10%%', finding:KIND; may be repeated",
+        "'loss@1000>+0.02', 'peak_memory>+10%%', 'metric:NAME<-0.01', finding:KIND; may be repeated",
     )
     parser.add_argument("--anyway", action="store_true", help="compare runs of other hardware or ranks, too")
     form = parser.add_mutually_exclusive_group()
@@ -87,11 +87,11 @@ def _recorded(run: Run) -> RecordedRun:
     return RecordedRun(report=report, blocks=blocks, undisturbed=undisturbed)
 
 
-def _recipe_values(runs: Sequence[Run]) -> list[RecipeValues]:
+def _recipe_values(runs: Sequence[Run]) -> list[DifferingValues]:
     """Return the keys that differ; none where a recipe cannot be read, which is said."""
     try:
         recipes = [read_recipe(each) for each in runs]
     except RequestError as error:
         print_message(f"the recipes are not compared: {error}")
         return []
-    return [RecipeValues(key=each.key, values=each.values) for each in differences(recipes)]
+    return [DifferingValues(key=each.key, values=each.values) for each in differences(recipes)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from random import Random
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 from synthetic import BEGIN
 
 from gputrain_tui import cli
+from gputrain_tui.headless.comparison_text import comparison_lines
 from gputrain_tui.report.run_comparison import (
     RecordedRun,
     RunComparison,
@@ -64,6 +66,12 @@ def recorded(
         blocks.apply(event)
         undisturbed.apply(without_core_waits(event))
     return RecordedRun(report=replace(REPORT, id=name), blocks=blocks, undisturbed=undisturbed)
+
+
+def measured(name: str, recall: float) -> RecordedRun:
+    """Return a run with a metric of the user's own."""
+    run = recorded(name)
+    return dataclasses.replace(run, report=replace(run.report, metrics={"recall@5": recall}))
 
 
 def autoregressive(random: Random, count: int, memory: float) -> list[float]:
@@ -132,6 +140,10 @@ LIMITS: dict[str, tuple[str, RecordedRun, bool | None, str]] = {
     "few steps": ("step_ms>+5%", recorded("b", steps=9), None, "too few steps for an interval"),
     "validation": ("valid>+0.1", recorded("b"), False, "valid +0.0000: within the limit"),
     "memory": ("peak_memory>+10%", recorded("b"), False, "peak_memory +0.0 %: within the limit"),
+    "a metric": ("metric:recall@5 <-0.01", measured("b", 0.88), True, "metric:recall@5 -0.0200"),
+    "a metric that is better": ("metric:recall@5<-0.01", measured("b", 0.92), False, "within the limit"),
+    "another metric": ("metric:recal@5>+0.1", measured("b", 0.9), None, "did you mean 'metric:recall@5'"),
+    "a metric of one run": ("metric:recall@5>+0.1", recorded("b"), None, "metric:recall@5 is not known of b"),
     "a finding": ("finding:straggler", recorded("b"), False, "no straggler stands"),
 }
 
@@ -139,9 +151,28 @@ LIMITS: dict[str, tuple[str, RecordedRun, bool | None, str]] = {
 @pytest.mark.parametrize("name", LIMITS)
 def test_a_limit_is_exceeded_only_beyond_the_interval(name: str) -> None:
     condition, run, exceeded, text = LIMITS[name]
-    found = checked(condition, run)
+    found = checked(condition, run, measured("a", 0.9))
     assert found[0] is exceeded
     assert text in found[1]
+
+
+def test_versions_that_differ_are_named_unless_one_record_has_none() -> None:
+    def on(*versions: dict[str, str]) -> RecordedRun:
+        hosts = tuple(HostHardware(host=f"h{node}", node=node, versions=each) for node, each in enumerate(versions))
+        run = recorded(steps=9)
+        return dataclasses.replace(run, report=replace(run.report, hosts=hosts))
+
+    before = on({"torch": "2.12.0", "Python": "3.12.1"}, {"torch": "2.12.0", "Python": "3.12.1"})
+    after = on({"torch": "2.13.0", "Python": "3.12.1", "NCCL": "2.28"}, {"torch": "2.12.0", "Python": "3.12.1"})
+    comparison = compare([before, after])
+    assert {each.key: each.values for each in comparison.versions} == {
+        "torch": ("2.12.0", "2.12.0, 2.13.0"),
+        "NCCL": ("", "2.28"),
+    }
+    text = "\n".join("".join(piece for piece, _ in line) for line in comparison_lines(comparison))
+    assert "torch  2.12.0 → 2.12.0, 2.13.0" in text
+    assert "NCCL  – → 2.28" in text
+    assert compare([before, on({})]).versions == ()
 
 
 REFUSED = {

@@ -331,6 +331,14 @@ function findingTable(report) {
   return box;
 }
 
+function hostTable(report) {
+  const rows = report.hosts.filter((each) => !view.host || each.host === view.host).slice(0, 64).map((each) => [
+    each.host, { right: each.cores === null ? "–" : String(each.cores) }, { right: bytes(each.memory_total_bytes) }, { right: String(each.gpus.length) },
+    Object.entries(each.versions).map(([name, version]) => `${name} ${version}`).join(", "),
+  ]);
+  return table(["host", { right: "cores" }, { right: "memory" }, { right: "GPUs" }, "versions"], rows);
+}
+
 function choice(label, options, current, choose, all = true) {
   const select = make("select", { "aria-label": label }, all ? make("option", { value: "" }, "all") : null, ...options.map((value) => make("option", { value }, value)));
   select.value = options.includes(current) ? current : "";
@@ -364,7 +372,7 @@ function show(data) {
   if (report.findings.some((each) => each.severity !== "info")) main.append(section("What was found, and when", findingTable(report)));
   main.append(section("Ranks", rankTable(report)));
   const hardware = hardwareCharts(data);
-  if (hardware.length) main.append(section("Hardware", make("div", { class: "charts" }, ...hardware)));
+  if (report.hosts.length) main.append(section("Hardware and versions", hostTable(report), make("div", { class: "charts" }, ...hardware)));
   if (report.previous_run) main.append(section(`Recipe, compared with ${report.previous_run}`, report.changes.length ? table(["key", "before", "now"], report.changes.slice(0, 200).map((each) => [each.key, each.before || "–", each.now || "–"])) : make("p", {}, "the same")));
   main.append(make("p", { class: "faint" }, report.run_dir));
   document.title = report.id;
