@@ -112,6 +112,15 @@ def _loss(block: Sequence[Totals]) -> float | None:
     return sum(sums.loss for sums in block) / steps if steps else None
 
 
+def _samples(block: Sequence[Totals]) -> float:
+    return sum(sums.samples for sums in block)
+
+
+def _step_time_ms(block: Sequence[Totals]) -> float:
+    """Return the time of the steps, ms: validations, checkpoints and starts are not in it."""
+    return sum(sums.step_ms for sums in block) / max(len(block), 1)
+
+
 SPEEDS = (
     Figure("step_ms", "ms", mean_step_ms),
     *(Figure(f"{phase}_ms", "ms", partial(mean_phase_ms, phase=phase)) for phase in PHASES),
@@ -120,7 +129,8 @@ SPEEDS = (
 )
 """Figures over the steps after the warm-up, by relative difference."""
 WITH_INTERVAL = tuple(figure.name for figure in SPEEDS)
-SINGLE = ("peak_memory", "loss", "valid")
+LOSSES = ("loss", "loss_by_samples", "loss_by_time", "valid")
+SINGLE = ("peak_memory", *LOSSES)
 """Further names of conditions."""
 METRIC = "metric:"
 """Begin of the name of a user's own metric."""
@@ -131,9 +141,12 @@ def compare(
 ) -> RunComparison:
     """Compare each run with the first."""
     figures = [_speed(figure, runs) for figure in SPEEDS]
-    figures.append(_losses("loss", runs, min(run.blocks.last_step for run in runs)))
+    figures.append(_losses("loss", runs, [min(run.blocks.last_step for run in runs)] * len(runs)))
+    for name, of in (("loss_by_samples", _samples), ("loss_by_time", _step_time_ms)):
+        if amount := min(run.blocks.amount(of) for run in runs):
+            figures.append(_losses(name, runs, [run.blocks.step_after(amount, of) for run in runs]))
     steps = {each.at for each in conditions if each.at is not None}
-    figures += [_losses(f"loss@{step}", runs, step) for step in sorted(steps)]
+    figures += [_losses(f"loss@{step}", runs, [step] * len(runs)) for step in sorted(steps)]
     figures.append(_single("valid", "", runs, _valid, relative=False))
     figures.append(_single("peak_memory", "bytes", runs, _peak_memory, relative=True))
     for name in dict.fromkeys(name for run in runs for name in run.report.metrics):
@@ -205,9 +218,9 @@ def _speed(figure: Figure, runs: Sequence[RecordedRun]) -> FigureComparison:
     return FigureComparison(name=figure.name, unit=figure.unit, relative=True, differences=changes)
 
 
-def _losses(name: str, runs: Sequence[RecordedRun], step: int) -> FigureComparison:
-    """Compare the losses around a step, each the mean of the blocks near it."""
-    values = [block_values(run.blocks.around(step), _loss) for run in runs]
+def _losses(name: str, runs: Sequence[RecordedRun], steps: Sequence[int]) -> FigureComparison:
+    """Compare the losses around a step of each run, each the mean of the blocks near it."""
+    values = [block_values(run.blocks.around(step), _loss) for run, step in zip(runs, steps, strict=True)]
     changes = tuple(_difference(values[0], other, relative=False) for other in values[1:])
     unit = next((run.report.loss_unit for run in runs if run.report.loss_unit), "")
     return FigureComparison(name=name, unit=unit, relative=False, differences=changes)
@@ -300,7 +313,7 @@ def parse_condition(text: str) -> Condition:
         raise RequestError(
             f"--fail-on {quoted(text)}: {quoted(name)} is no figure{nearest(name, names)}; they are {', '.join(names)}"
         )
-    absolute = name in ("loss", "valid") or bool(match["metric"])
+    absolute = name in LOSSES or bool(match["metric"])
     if bool(match["percent"]) == absolute:
         unit = "an absolute limit, such as +0.02" if absolute else "a limit in percent, such as +5%"
         raise RequestError(f"--fail-on {quoted(text)}: {name} takes {unit}")

@@ -53,14 +53,15 @@ def recorded(
     seed: int = 0,
     noise: float = 0.02,
     core_wait_ms: float = 0.0,
+    samples: int = 8,
 ) -> RecordedRun:
     """Return a run of steps of 20 ms, whose forward pass takes a share of the step longer, and waits for a core."""
     blocks, undisturbed, random = StepBlocks(), StepBlocks(), Random(seed)
     for number in range(1, steps + 1):
         forward = 8.0 * (1 + random.gauss(0, noise)) + 20 * slower + core_wait_ms
         event = Step(
-            time=BEGIN + number, rank=0, step=number, epoch=1, steps=1, samples=8, loss=loss + 10 / number, lr=0.1,
-            step_ms=12.0 + forward, data_ms=0.5, forward_ms=forward, backward_ms=9.0, optimizer_ms=1.0,
+            time=BEGIN + number, rank=0, step=number, epoch=1, steps=1, samples=samples, lr=0.1,
+            loss=loss + 10 / number, step_ms=12.0 + forward, data_ms=0.5, forward_ms=forward, backward_ms=9.0, optimizer_ms=1.0,
             other_ms=0.0, sync_exposed_ms=1.5, core_wait_ms={"forward": core_wait_ms} if core_wait_ms else None,
         )  # fmt: skip
         blocks.apply(event)
@@ -136,6 +137,13 @@ LIMITS: dict[str, tuple[str, RecordedRun, bool | None, str]] = {
     "more throughput": ("throughput<-5%", recorded("b", slower=-0.1, seed=1), False, "within the limit"),
     "loss at a step": ("loss@300>+0.02", recorded("b", loss=1.1), True, "loss@300 +0.1000"),
     "loss of both ends": ("loss>+0.02", recorded("b", loss=1.01), False, "within the limit"),
+    "loss of as many samples": (
+        "loss_by_samples>+0.02",
+        recorded("b", samples=16, loss=1.1),
+        True,
+        "loss_by_samples +0.115",
+    ),
+    "loss after as much time": ("loss_by_time>+0.02", recorded("b", slower=1.0, loss=1.0), False, "loss_by_time +0.01"),
     "a step that is not there": ("loss@9000>+0.02", recorded("b"), None, "loss@9000 is not known of a"),
     "few steps": ("step_ms>+5%", recorded("b", steps=9), None, "too few steps for an interval"),
     "validation": ("valid>+0.1", recorded("b"), False, "valid +0.0000: within the limit"),
