@@ -107,17 +107,19 @@ class Figure:
     of: Measure
 
 
-def _loss(block: Sequence[Totals]) -> float | None:
+def block_loss(block: Sequence[Totals]) -> float | None:
+    """Return the mean loss of a block; None where none is known."""
     steps = sum(sums.loss_steps for sums in block)
     return sum(sums.loss for sums in block) / steps if steps else None
 
 
-def _samples(block: Sequence[Totals]) -> float:
+def block_samples(block: Sequence[Totals]) -> float:
+    """Return the samples of a block over all ranks."""
     return sum(sums.samples for sums in block)
 
 
-def _step_time_ms(block: Sequence[Totals]) -> float:
-    """Return the time of the steps, ms: validations, checkpoints and starts are not in it."""
+def block_time_ms(block: Sequence[Totals]) -> float:
+    """Return the time of a block's steps, ms: validations, checkpoints and starts are not in it."""
     return sum(sums.step_ms for sums in block) / max(len(block), 1)
 
 
@@ -142,7 +144,7 @@ def compare(
     """Compare each run with the first."""
     figures = [_speed(figure, runs) for figure in SPEEDS]
     figures.append(_losses("loss", runs, [min(run.blocks.last_step for run in runs)] * len(runs)))
-    for name, of in (("loss_by_samples", _samples), ("loss_by_time", _step_time_ms)):
+    for name, of in (("loss_by_samples", block_samples), ("loss_by_time", block_time_ms)):
         if amount := min(run.blocks.amount(of) for run in runs):
             figures.append(_losses(name, runs, [run.blocks.step_after(amount, of) for run in runs]))
     steps = {each.at for each in conditions if each.at is not None}
@@ -220,7 +222,7 @@ def _speed(figure: Figure, runs: Sequence[RecordedRun]) -> FigureComparison:
 
 def _losses(name: str, runs: Sequence[RecordedRun], steps: Sequence[int]) -> FigureComparison:
     """Compare the losses around a step of each run, each the mean of the blocks near it."""
-    values = [block_values(run.blocks.around(step), _loss) for run, step in zip(runs, steps, strict=True)]
+    values = [block_values(run.blocks.around(step), block_loss) for run, step in zip(runs, steps, strict=True)]
     changes = tuple(_difference(values[0], other, relative=False) for other in values[1:])
     unit = next((run.report.loss_unit for run in runs if run.report.loss_unit), "")
     return FigureComparison(name=name, unit=unit, relative=False, differences=changes)
