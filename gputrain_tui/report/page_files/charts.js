@@ -106,7 +106,7 @@ function chart(spec) {
     for (const index of inside) {
       const value = list[index];
       if (value === null || value === undefined) { pen = "M"; continue; }
-      text += `${pen}${px(spec.x[index]).toFixed(1)} ${py(value).toFixed(1)}`;
+      text += `${pen}${px(spec.x[index]).toFixed(1)} ${py(value).toFixed(1)}${pen === "M" ? "h0" : ""}`; // h0: a point alone is a dot
       pen = "L";
     }
     return text;
