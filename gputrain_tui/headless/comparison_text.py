@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from gputrain_tui.headless.number_text import number
 from gputrain_tui.headless.progress import Piece
-from gputrain_tui.report.run_comparison import METRIC, DifferingValues, FigureComparison, RunComparison, change_text
+from gputrain_tui.history.run_columns import METRIC
+from gputrain_tui.report.run_comparison import DifferingValues, FigureComparison, RunComparison, change_text
 from gputrain_tui.tables import TableColumn, cut, size, table
 
 MAX_KEYS = 20

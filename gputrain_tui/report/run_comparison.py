@@ -11,6 +11,7 @@ from math import isfinite
 import msgspec
 from msgspec.structs import replace
 
+from gputrain_tui.history.run_columns import METRIC
 from gputrain_tui.report.run_report import RunReport
 from gputrain_tui.report.step_blocks import (
     MIN_VALUES,
@@ -134,8 +135,6 @@ WITH_INTERVAL = tuple(figure.name for figure in SPEEDS)
 LOSSES = ("loss", "loss_by_samples", "loss_by_time", "valid")
 SINGLE = ("peak_memory", *LOSSES)
 """Further names of conditions."""
-METRIC = "metric:"
-"""Begin of the name of a user's own metric."""
 
 
 def compare(
