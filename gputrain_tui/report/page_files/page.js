@@ -150,7 +150,7 @@ function show(data) {
   main.append(section("Over the steps", make("div", { class: "charts" }, ...stepCharts(data))));
   if (data.charts.metrics.length) {
     const names = data.charts.metrics.map((each) => each.name), first = names.includes(view.metric) ? view.metric : names[0];
-    main.append(section("Its own metrics", make("div", { class: "controls" }, choice("metric", names, first, (value) => { view.metric = value; }, false)), make("div", { class: "charts" }, metricChart(data), metricTable(report))));
+    main.append(section("Metrics", make("div", { class: "controls" }, choice("metric", names, first, (value) => { view.metric = value; }, false)), make("div", { class: "charts" }, metricChart(data), metricTable(report))));
   }
   if (report.findings.some((each) => each.severity !== "info")) main.append(section("What was found, and when", findingTable(report)));
   main.append(section("Ranks", rankTable(report)));
