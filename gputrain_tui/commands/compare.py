@@ -14,11 +14,11 @@ from gputrain_tui.commands.shared_flags import RUN_HELP
 from gputrain_tui.headless.comparison_text import comparison_lines
 from gputrain_tui.headless.foreground import use_colour
 from gputrain_tui.headless.progress import paint
-from gputrain_tui.history.comparison import differences
+from gputrain_tui.history.comparison import ValueDifference, differences
 from gputrain_tui.history.run_folders import Run, find
 from gputrain_tui.output import print_json, print_message, print_styled
 from gputrain_tui.report.load_report import read_recipe, read_run_record, run_facts
-from gputrain_tui.report.run_comparison import RecipeValues, RecordedRun, RunComparison, compare, parse_condition
+from gputrain_tui.report.run_comparison import RecordedRun, RunComparison, compare, parse_condition
 from gputrain_tui.report.run_report import run_report
 from gputrain_tui.report.step_blocks import StepBlocks, without_core_waits
 from trainer.contract.errors import ExitCode, RequestError
@@ -56,7 +56,7 @@ def run(args: Namespace) -> int:
         raise RequestError("compare: name two runs or more, the one to compare with first; see `gputrain runs`")
     conditions = [parse_condition(text) for text in args.fail_on]
     runs = [find(name) for name in args.runs]
-    comparison = compare([_recorded(each) for each in runs], recipe=_recipe_values(runs), conditions=conditions)
+    comparison = compare([_recorded(each) for each in runs], recipe=_recipe_differences(runs), conditions=conditions)
     if args.json:
         print_json(msgspec.json.encode(comparison).decode())
     else:
@@ -87,11 +87,11 @@ def _recorded(run: Run) -> RecordedRun:
     return RecordedRun(report=report, blocks=blocks, undisturbed=undisturbed)
 
 
-def _recipe_values(runs: Sequence[Run]) -> list[RecipeValues]:
+def _recipe_differences(runs: Sequence[Run]) -> list[ValueDifference]:
     """Return the keys that differ; none where a recipe cannot be read, which is said."""
     try:
         recipes = [read_recipe(each) for each in runs]
     except RequestError as error:
         print_message(f"the recipes are not compared: {error}")
         return []
-    return [RecipeValues(key=each.key, values=each.values) for each in differences(recipes)]
+    return differences(recipes)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gputrain_tui.headless.number_text import number
 from gputrain_tui.headless.progress import Piece
+from gputrain_tui.history.comparison import ValueDifference
 from gputrain_tui.report.run_comparison import FigureComparison, RunComparison, change_text
 from gputrain_tui.tables import TableColumn, cut, size, table
 
@@ -18,20 +21,26 @@ def comparison_lines(comparison: RunComparison) -> list[list[Piece]]:
     for index, run in enumerate(comparison.runs[1:]):
         lines += [[(run, "bold"), (" against ", "dim"), (first, "bold")]]
         lines += [[("  not comparable  ", "alarm"), (text, "")] for text in comparison.incomparable]
-        changed = [each for each in comparison.recipe if each.values[index + 1] != each.values[0]]
-        for each in changed[:MAX_KEYS]:
-            before, now = (cut(value, 40) or "–" for value in (each.values[0], each.values[index + 1]))
-            lines.append([("  ", ""), (each.key, "dim"), (f"  {before} → {now}", "")])
-        if len(changed) > MAX_KEYS:
-            lines.append([(f"  … and {len(changed) - MAX_KEYS:,} keys more", "dim")])
-        if not changed:
-            lines.append([("  the same recipe", "dim")])
+        lines += _changed(comparison.recipe, index + 1) or [[("  the same recipe", "dim")]]
+        told = [each for each in comparison.versions if each.values[0] and each.values[index + 1]]
+        lines += _changed(told, index + 1)
         lines += [[], *_figures(comparison, index), []]
     for limit in comparison.limits:
         style = "" if limit.exceeded is False else "alarm"
         result = {True: "exceeded", False: "kept", None: "unknown"}[limit.exceeded]
         lines.append([(f"{result:<10}", style), (f"{limit.condition}: {limit.text}", style)])
     return lines if comparison.limits else lines[:-1]
+
+
+def _changed(differences: Sequence[ValueDifference], run: int) -> list[list[Piece]]:
+    changed = [each for each in differences if each.values[run] != each.values[0]]
+    lines: list[list[Piece]] = []
+    for each in changed[:MAX_KEYS]:
+        before, now = (cut(value, 40) or "–" for value in (each.values[0], each.values[run]))
+        lines.append([("  ", ""), (each.key, "dim"), (f"  {before} → {now}", "")])
+    if len(changed) > MAX_KEYS:
+        lines.append([(f"  … and {len(changed) - MAX_KEYS:,} keys more", "dim")])
+    return lines
 
 
 def _figures(comparison: RunComparison, index: int) -> list[list[Piece]]:

@@ -38,6 +38,8 @@ def report_lines(report: RunReport, state: RunState, width: int) -> list[list[Pi
         lines += [[], [("what was found, and when", "bold")], *_finding_lines(report.findings, report.started)]
     if report.hosts:
         lines += [[], [("hardware", "bold")], *([(text, "")] for text in _limited(list(_hosts(report.hosts)), "hosts"))]
+    if report.software:
+        lines += [[], [("software", "bold")], *([(text, "")] for text in _limited(_software(report), "kinds of hosts"))]
     if report.previous_run is not None:
         lines += [[], [("recipe", "bold"), (f"  compared with {report.previous_run}", "dim")], *_changes(report)]
     lines += [[], [("record ", "dim"), (report.run_dir, "")]]
@@ -94,6 +96,14 @@ def _hosts(hosts: Sequence[HostHardware]) -> Iterator[str]:
                 f"{len(host.gpus)} GPU{'s' * (len(host.gpus) > 1)}" + f" of {', '.join(memory)}" * bool(memory)
             )
         yield f"  {host.host}  {', '.join(filter(None, parts))}"
+
+
+def _software(report: RunReport) -> list[str]:
+    texts = []
+    for each in report.software:
+        where = "" if len(report.software) == 1 else f"  on {cut(', '.join(each.hosts), 60)}"
+        texts.append("  " + ", ".join(f"{name} {version}" for name, version in each.versions.items()) + where)
+    return texts
 
 
 def _changes(report: RunReport) -> list[list[Piece]]:

@@ -11,6 +11,7 @@ from math import isfinite
 import msgspec
 from msgspec.structs import replace
 
+from gputrain_tui.history.comparison import ValueDifference
 from gputrain_tui.report.run_report import RunReport
 from gputrain_tui.report.step_blocks import (
     MIN_VALUES,
@@ -65,14 +66,6 @@ class FigureComparison(msgspec.Struct, frozen=True, kw_only=True):
     """One for each run after the first."""
 
 
-class RecipeValues(msgspec.Struct, frozen=True, kw_only=True):
-    """A recipe key whose values differ."""
-
-    key: str
-    values: tuple[str, ...]
-    """One for each run."""
-
-
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
     """A condition of ``--fail-on``, checked."""
 
@@ -89,7 +82,9 @@ class RunComparison(msgspec.Struct, frozen=True, kw_only=True):
 
     schema_version: int = COMPARISON_SCHEMA_VERSION
     runs: tuple[str, ...]
-    recipe: tuple[RecipeValues, ...] = ()
+    recipe: tuple[ValueDifference, ...] = ()
+    versions: tuple[ValueDifference, ...] = ()
+    """Programs whose versions differ; several versions of a run's hosts stand beside each other."""
     incomparable: tuple[str, ...] = ()
     """Why the speed of the runs cannot be compared: other hardware or ranks, or no steps."""
     figures: tuple[FigureComparison, ...] = ()
@@ -123,7 +118,7 @@ SINGLE = ("peak_memory", "loss", "valid")
 
 
 def compare(
-    runs: Sequence[RecordedRun], *, recipe: Sequence[RecipeValues] = (), conditions: Sequence[Condition] = ()
+    runs: Sequence[RecordedRun], *, recipe: Sequence[ValueDifference] = (), conditions: Sequence[Condition] = ()
 ) -> RunComparison:
     """Compare each run with the first."""
     figures = [_speed(figure, runs) for figure in SPEEDS]
@@ -136,12 +131,24 @@ def compare(
     return RunComparison(
         runs=tuple(run.report.id for run in runs),
         recipe=tuple(recipe),
+        versions=tuple(version_differences([run.report for run in runs])),
         incomparable=tuple(incomparable([run.report for run in runs])),
         figures=known,
         limits=tuple(
             _checked(condition, known, runs, index) for index in range(1, len(runs)) for condition in conditions
         ),
     )
+
+
+def version_differences(reports: Sequence[RunReport]) -> list[ValueDifference]:
+    """Return the programs whose versions differ between runs that have recorded theirs."""
+    names = {name: None for report in reports for each in report.software for name in each.versions}
+    rows = []
+    for name in names:
+        texts = [", ".join(sorted({each.versions.get(name, "–") for each in of.software})) for of in reports]
+        if len({text for text in texts if text}) > 1:
+            rows.append(ValueDifference(key=name, values=tuple(texts)))
+    return rows
 
 
 def incomparable(reports: Sequence[RunReport]) -> list[str]:

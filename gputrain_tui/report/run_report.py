@@ -100,6 +100,15 @@ class GpuCard(msgspec.Struct, frozen=True, kw_only=True):
     memory_total_bytes: int | None = None
 
 
+class SoftwareVersions(msgspec.Struct, frozen=True, kw_only=True):
+    """Versions of the software of some hosts."""
+
+    hosts: tuple[str, ...]
+    versions: dict[str, str]
+    """By name: ``python``, ``torch``, ``gputrain``, ``trainer_code`` (a digest), and of GPUs ``cuda`` or ``rocm``,
+    ``nccl``, ``driver``."""
+
+
 class ValidationReport(msgspec.Struct, frozen=True, kw_only=True):
     """A validation or test."""
 
@@ -154,6 +163,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     attempts: tuple[str, ...] = ()
     """How each attempt before the last one ended."""
     hosts: tuple[HostHardware, ...] = ()
+    software: tuple[SoftwareVersions, ...] = ()
+    """Hosts with equal versions together; empty of a run that has not begun, or is of an earlier gputrain."""
     previous_run: str | None = None
     """Id of the run before of the same recipe; None where there is none."""
     changes: tuple[RecipeChange, ...] = ()
@@ -209,8 +220,17 @@ def run_report(state: RunState, facts: RunFacts) -> RunReport:
         findings=tuple(past_findings(state.past_findings, state.findings)),
         attempts=tuple(each.message for each in state.past_findings if each.kind == RESTARTED),
         hosts=tuple(_host(state.nodes[node]) for node in sorted(state.nodes)),
+        software=_software(state.ranks.values()),
         record_gap=state.record_gap or None,
     )
+
+
+def _software(ranks: Iterable[RankView]) -> tuple[SoftwareVersions, ...]:
+    hosts: dict[tuple[tuple[str, str], ...], dict[str, None]] = {}
+    for view in ranks:
+        if view.versions:
+            hosts.setdefault(tuple(view.versions.items()), {})[view.host or ""] = None
+    return tuple(SoftwareVersions(hosts=tuple(of), versions=dict(items)) for items, of in hosts.items())
 
 
 def step_parts(all_sums: Iterable[Totals]) -> tuple[StepPart, ...]:

@@ -47,6 +47,8 @@ class RankView:
     pid: int | None = None
     threads: int | None = None
     """Threads on which torch computes on the CPU."""
+    versions: dict[str, str] | None = None
+    """Of its software, by name."""
     starts: int = 0
     message: str | None = None
     failure: Failure | None = None
@@ -129,7 +131,7 @@ class RankView:
         self.state, self.time, self.message = event.state, event.time, event.message
         if event.state != "failed":
             self.failure = None
-        for name in ("local_rank", "node", "host", "device", "pid", "threads"):
+        for name in ("local_rank", "node", "host", "device", "pid", "threads", "versions"):
             value = getattr(event, name)
             if value is not None:
                 setattr(self, name, value)

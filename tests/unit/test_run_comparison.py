@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +15,8 @@ from msgspec.structs import replace
 from synthetic import BEGIN
 
 from gputrain_tui import cli
+from gputrain_tui.headless.comparison_text import comparison_lines
+from gputrain_tui.history.comparison import ValueDifference
 from gputrain_tui.report.run_comparison import (
     RecordedRun,
     RunComparison,
@@ -21,7 +24,14 @@ from gputrain_tui.report.run_comparison import (
     incomparable,
     parse_condition,
 )
-from gputrain_tui.report.run_report import HostHardware, RankSummary, RunReport, ValidationReport, Verdict
+from gputrain_tui.report.run_report import (
+    HostHardware,
+    RankSummary,
+    RunReport,
+    SoftwareVersions,
+    ValidationReport,
+    Verdict,
+)
 from gputrain_tui.report.step_blocks import (
     MIN_BLOCKS,
     StepBlocks,
@@ -177,6 +187,22 @@ def test_other_hardware_or_ranks_are_named() -> None:
     assert incomparable([REPORT, replace(REPORT, id="b", hosts=(other,))]) == ["cores of the hosts: 4 in a, 8 in b"]
     same = replace(gpu, device="NVIDIA H100 GPU-2")
     assert incomparable([replace(REPORT, ranks=(gpu,)), replace(REPORT, id="b", ranks=(same,))]) == []
+
+
+def test_versions_that_differ_are_told_of_runs_that_have_recorded_theirs() -> None:
+    def of(name: str, *torch: str) -> RecordedRun:
+        hosts = tuple(SoftwareVersions(hosts=(each,), versions={"python": "3.12", "torch": each}) for each in torch)
+        return replace_report(recorded(name), software=hosts)
+
+    found = compare([of("a", "2.13"), of("b"), of("c", "2.13", "2.12")])
+    assert found.versions == (ValueDifference(key="torch", values=("2.13", "", "2.12, 2.13")),)
+    lines = ["".join(text for text, _ in line) for line in comparison_lines(found)]
+    assert [line for line in lines if "torch" in line] == ["  torch  2.13 → 2.12, 2.13"]
+    assert compare([of("a"), of("b", "2.13")]).versions == ()
+
+
+def replace_report(run: RecordedRun, **changes: Any) -> RecordedRun:
+    return RecordedRun(report=replace(run.report, **changes), blocks=run.blocks, undisturbed=run.undisturbed)
 
 
 def test_the_command_tells_by_its_exit_code(

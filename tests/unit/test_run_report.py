@@ -20,7 +20,7 @@ from gputrain_tui.history.run_folders import Run
 from gputrain_tui.report.load_report import previous_run, read_run_record, recipe_changes, run_facts
 from gputrain_tui.report.run_report import RunReport, past_findings, run_report, verdict
 from gputrain_tui.state import RunState
-from trainer.contract.record import AnyEvent, Failure, Finding, Step, Validation, World
+from trainer.contract.record import AnyEvent, Failure, Finding, RankState, Step, Validation, World
 
 
 def step(number: int, rank: int = 0, **parts: float) -> Step:
@@ -146,6 +146,20 @@ def test_shares_of_the_parts_add_up_and_hardware_is_told(tmp_path: Path) -> None
     assert sum(part["share"] for part in data["parts"]) == pytest.approx(1)
     assert {host["host"] for host in data["hosts"]} == {"node000", "node001"}
     assert any(line.startswith("  node001  ") for line in lines)
+
+
+def test_software_is_told_once_of_hosts_that_have_the_same(tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path / "1", nodes=3, ranks_per_node=2, steps=4, status="finished")
+    assert told(run)[0]["software"] == []  # as of an earlier version
+    for rank in range(6):
+        versions = {"python": "3.12.1", "torch": "2.13.0" if rank < 4 else "2.12.1"}
+        event = RankState(time=BEGIN + 9, rank=rank, state="training", versions=versions)
+        write(run.dir.rank_events(rank), event)
+    data, lines = told(run)
+    assert [(each["hosts"], each["versions"]["torch"]) for each in data["software"]] == [
+        (["node000", "node001"], "2.13.0"), (["node002"], "2.12.1"),
+    ]  # fmt: skip
+    assert "  python 3.12.1, torch 2.12.1  on node002" in lines
 
 
 def test_the_recipe_is_compared_with_the_run_before(tmp_path: Path) -> None:

@@ -365,6 +365,7 @@ function show(data) {
   main.append(section("Ranks", rankTable(report)));
   const hardware = hardwareCharts(data);
   if (hardware.length) main.append(section("Hardware", make("div", { class: "charts" }, ...hardware)));
+  if (report.software.length) main.append(section("Software", ...report.software.map((each) => make("p", {}, (report.software.length > 1 ? each.hosts.join(", ") + ": " : "") + Object.entries(each.versions).map((pair) => pair.join(" ")).join(", ")))));
   if (report.previous_run) main.append(section(`Recipe, compared with ${report.previous_run}`, report.changes.length ? table(["key", "before", "now"], report.changes.slice(0, 200).map((each) => [each.key, each.before || "–", each.now || "–"])) : make("p", {}, "the same")));
   main.append(make("p", { class: "faint" }, report.run_dir));
   document.title = report.id;

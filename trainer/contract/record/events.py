@@ -12,9 +12,11 @@ import msgspec
 from trainer.contract.record.code_stacks import Collective, ThreadStack
 from trainer.contract.record.collective_groups import CollectiveCall, GroupSync
 from trainer.contract.record.numbers import (
+    MAX_METRICS,
     Count,
     ExitStatus,
     FiniteFloat,
+    MetricName,
     Rank,
     Result,
     StepNumber,
@@ -73,6 +75,8 @@ class RankState(Event, kw_only=True, tag="rank_state"):
     threads: Count | None = None
     """Threads on which torch computes on the CPU; absent where they are not known."""
     message: str | None = None
+    versions: dict[str, str] | None = None
+    """Versions of the rank's software by name, such as ``torch``; told once, when it has loaded torch."""
 
 
 class Joining(Event, kw_only=True, tag="joining"):
@@ -235,12 +239,6 @@ class Step(Event, kw_only=True, tag="step"):
     """The ``step_ms`` of each covered step, likewise."""
     sync_exposed_ms_each: list[FiniteFloat | None] | None = None
     """The ``sync_exposed_ms`` of each covered step, likewise."""
-
-
-MAX_METRICS = 256
-"""Most names of a user's own metrics that a rank records."""
-MAX_METRIC_CHARS = 128
-MetricName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_METRIC_CHARS)]
 
 
 class Metrics(Event, kw_only=True, tag="metrics"):
