@@ -35,7 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         action="append",
         default=[],
         help="exit with 1 if a run exceeds it beyond its interval: 'step_ms>+5%%', 'throughput<-5%%', "
-        "'loss@1000>+0.02', 'peak_memory>+10%%', finding:KIND; may be repeated",
+        "'loss@1000>+0.02', 'metric:NAME<-0.01', 'peak_memory>+10%%', finding:KIND; may be repeated",
     )
     parser.add_argument("--anyway", action="store_true", help="compare runs of other hardware or ranks, too")
     form = parser.add_mutually_exclusive_group()
@@ -84,7 +84,7 @@ def _recorded(run: Run) -> RecordedRun:
 
     with closing(read_run_record(run, on_step=apply)) as live:
         report = run_report(live.state, run_facts(live))
-    return RecordedRun(report=report, blocks=blocks, undisturbed=undisturbed)
+        return RecordedRun(report=report, blocks=blocks, undisturbed=undisturbed, axis=live.series.axis)
 
 
 def _recipe_differences(runs: Sequence[Run]) -> list[ValueDifference]:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from gputrain_tui.headless.number_text import number
 from gputrain_tui.headless.progress import Piece
 from gputrain_tui.history.comparison import ValueDifference
-from gputrain_tui.report.run_comparison import FigureComparison, RunComparison, change_text
-from gputrain_tui.tables import TableColumn, cut, size, table
+from gputrain_tui.report.run_comparison import METRIC, FigureComparison, RunComparison, change_text
+from gputrain_tui.tables import TableColumn, cut, printable, size, table
 
 MAX_KEYS = 20
-"""Recipe keys that are shown; ``--json`` has all."""
+"""Recipe keys, and metrics, that are shown; ``--json`` has all."""
 
 
 def comparison_lines(comparison: RunComparison) -> list[list[Piece]]:
@@ -45,16 +45,20 @@ def _changed(differences: Sequence[ValueDifference], run: int) -> list[list[Piec
 
 def _figures(comparison: RunComparison, index: int) -> list[list[Piece]]:
     rows = []
-    for figure in comparison.figures:
+    own = [figure for figure in comparison.figures if figure.name.startswith(METRIC)]
+    for figure in [each for each in comparison.figures if each not in own[MAX_KEYS:]]:
         difference = figure.differences[index]
         shown = change_text(difference, relative=figure.relative)
         noise = "" if difference.change is None or difference.beyond_noise else "noise"
-        name = figure.name.replace("_", " ").removesuffix(" ms") + (f", {figure.unit}" if figure.unit else "")
-        rows.append((name, _value(figure, difference.before), _value(figure, difference.now), shown, noise))
+        title = cut(printable(figure.title), 40) + (f", {figure.unit}" if figure.unit not in ("", "bytes") else "")
+        rows.append((title, _value(figure, difference.before), _value(figure, difference.now), shown, noise))
     right = ("before", "now")
     columns = [TableColumn(title, right=title in right) for title in ("figure", "before", "now", "change", "")]
     title, *texts = table(columns, rows).splitlines()
-    return [[("  " + title, "dim")], *([("  " + text, "")] for text in texts)]
+    lines: list[list[Piece]] = [[("  " + title, "dim")], *([("  " + text, "")] for text in texts)]
+    if len(own) > MAX_KEYS:
+        lines.append([(f"  … and {len(own) - MAX_KEYS:,} metrics more", "dim")])
+    return lines
 
 
 def _value(figure: FigureComparison, value: float | None) -> str:

@@ -6,12 +6,13 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 
 import msgspec
 from msgspec.structs import replace
 
 from gputrain_tui.history.comparison import ValueDifference
+from gputrain_tui.history.step_axis import AxisName, StepAxis
 from gputrain_tui.report.run_report import RunReport
 from gputrain_tui.report.step_blocks import (
     MIN_VALUES,
@@ -38,6 +39,8 @@ class RecordedRun:
     blocks: StepBlocks
     undisturbed: StepBlocks
     """The same steps without their waits for a core."""
+    axis: StepAxis
+    """Samples and times at which its steps ended."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +63,9 @@ class FigureComparison(msgspec.Struct, frozen=True, kw_only=True):
     """A figure of all runs."""
 
     name: str
+    """As in conditions."""
+    title: str
+    """In words, such as ``loss at step 1,000``."""
     unit: str
     relative: bool
     differences: tuple[Difference, ...]
@@ -96,6 +102,7 @@ class Figure:
     """How a figure is taken from the sums of a block's ranks."""
 
     name: str
+    title: str
     unit: str
     of: Measure
 
@@ -106,15 +113,20 @@ def _loss(block: Sequence[Totals]) -> float | None:
 
 
 SPEEDS = (
-    Figure("step_ms", "ms", mean_step_ms),
-    *(Figure(f"{phase}_ms", "ms", partial(mean_phase_ms, phase=phase)) for phase in PHASES),
-    Figure("throughput", "samples/s", samples_per_s),
-    Figure("steps_per_s", "steps/s", steps_per_s),
+    Figure("step_ms", "step", "ms", mean_step_ms),
+    *(Figure(f"{phase}_ms", phase, "ms", partial(mean_phase_ms, phase=phase)) for phase in PHASES),
+    Figure("throughput", "throughput", "samples/s", samples_per_s),
+    Figure("steps_per_s", "steps", "steps/s", steps_per_s),
 )
 """Figures over the steps after the warm-up, by relative difference."""
 WITH_INTERVAL = tuple(figure.name for figure in SPEEDS)
 SINGLE = ("peak_memory", "loss", "valid")
 """Further names of conditions."""
+LOSS_AXES: dict[str, AxisName] = {"": "step", "samples": "samples", "s": "time"}
+"""What a loss may be compared at: its suffix behind a number, such as ``loss@600s``, and the axis of the steps."""
+COMMON_LOSSES = ("loss", "loss@samples", "loss@s")
+"""Losses at the last step, sample and second that all runs have reached."""
+METRIC = "metric:"
 
 
 def compare(
@@ -122,11 +134,12 @@ def compare(
 ) -> RunComparison:
     """Compare each run with the first."""
     figures = [_speed(figure, runs) for figure in SPEEDS]
-    figures.append(_losses("loss", runs, min(run.blocks.last_step for run in runs)))
-    steps = {each.at for each in conditions if each.at is not None}
-    figures += [_losses(f"loss@{step}", runs, step) for step in sorted(steps)]
-    figures.append(_single("valid", "", runs, _valid, relative=False))
-    figures.append(_single("peak_memory", "bytes", runs, _peak_memory, relative=True))
+    losses = {each.name: None for each in conditions if each.name.startswith("loss@")}
+    figures += [_losses(name, runs) for name in dict.fromkeys((*COMMON_LOSSES, *losses))]
+    figures.append(_single("valid", "validation loss", runs, _valid))
+    figures.append(_single("peak_memory", "peak memory", runs, _peak_memory, bytes=True))
+    for name in dict.fromkeys(name for run in runs for name in run.report.metrics):
+        figures.append(_single(METRIC + name, name, runs, partial(_metric, name=name)))
     known = tuple(each for each in figures if any(d.before is not None or d.now is not None for d in each.differences))
     return RunComparison(
         runs=tuple(run.report.id for run in runs),
@@ -185,15 +198,28 @@ def _speed(figure: Figure, runs: Sequence[RecordedRun]) -> FigureComparison:
         )
         for index in range(1, len(runs))
     )
-    return FigureComparison(name=figure.name, unit=figure.unit, relative=True, differences=changes)
+    return FigureComparison(name=figure.name, title=figure.title, unit=figure.unit, relative=True, differences=changes)
 
 
-def _losses(name: str, runs: Sequence[RecordedRun], step: int) -> FigureComparison:
-    """Compare the losses around a step, each the mean of the blocks near it."""
-    values = [block_values(run.blocks.around(step), _loss) for run in runs]
+def _losses(name: str, runs: Sequence[RecordedRun]) -> FigureComparison:
+    """Compare the losses around a step, a number of samples or a time, each the mean of the blocks near it."""
+    match = LOSS.fullmatch(name)
+    assert match is not None
+    axis = LOSS_AXES[match["axis"] or ""]
+    if match["at"]:
+        at = float(match["at"])
+    elif axis == "step":
+        at = min(run.blocks.last_step for run in runs)
+    else:
+        at = min(run.axis.at(axis, run.axis.last_step) if run.axis.has(axis) else inf for run in runs)
+    values = []
+    for run in runs:
+        step = at if axis == "step" else run.axis.step_at(axis, at)
+        values.append([] if step is None else block_values(run.blocks.around(max(round(step), 1)), _loss))
     changes = tuple(_difference(values[0], other, relative=False) for other in values[1:])
     unit = next((run.report.loss_unit for run in runs if run.report.loss_unit), "")
-    return FigureComparison(name=name, unit=unit, relative=False, differences=changes)
+    where = {"step": f"at step {at:,.0f}", "samples": f"at {at:,.0f} samples", "time": f"after {at:,.0f} s of training"}
+    return FigureComparison(name=name, title=f"loss {where[axis]}", unit=unit, relative=False, differences=changes)
 
 
 def _difference(before: Sequence[float], now: Sequence[float], *, relative: bool) -> Difference:
@@ -207,14 +233,16 @@ def _difference(before: Sequence[float], now: Sequence[float], *, relative: bool
 
 
 def _single(
-    name: str, unit: str, runs: Sequence[RecordedRun], of: Callable[[RunReport], float | None], *, relative: bool
+    name: str, title: str, runs: Sequence[RecordedRun], of: Callable[[RunReport], float | None], *, bytes: bool = False
 ) -> FigureComparison:
-    values = [of(run.report) for run in runs]
+    """Compare single numbers: by their difference, bytes by the relative one."""
+    first, *others = [of(run.report) for run in runs]
     return FigureComparison(
         name=name,
-        unit=unit,
-        relative=relative,
-        differences=tuple(_single_difference(values[0], other, relative=relative) for other in values[1:]),
+        title=title,
+        unit="bytes" if bytes else "",
+        relative=bytes,
+        differences=tuple(_single_difference(first, other, relative=bytes) for other in others),
     )
 
 
@@ -229,6 +257,10 @@ def _valid(report: RunReport) -> float | None:
     return next((each.loss for each in reversed(report.validations) if each.split == "valid"), None)
 
 
+def _metric(report: RunReport, *, name: str) -> float | None:
+    return report.metrics.get(name)
+
+
 def _peak_memory(report: RunReport) -> float | None:
     peaks = [rank.memory_peak_bytes for rank in report.ranks if rank.memory_peak_bytes is not None]
     return float(max(peaks)) if peaks else None
@@ -241,8 +273,6 @@ class Condition:
     text: str
     name: str
     """A figure, or ``finding``."""
-    at: int | None = None
-    """Step of a loss."""
     sign: int = 1
     """1: more fails, -1: less."""
     limit: float = 0.0
@@ -250,7 +280,9 @@ class Condition:
     finding: str = ""
 
 
-PATTERN = re.compile(r"(?P<name>[a-z_]+)(?:@(?P<at>\d+))?(?P<sign>[<>])(?P<limit>[+-]?\d+(?:\.\d+)?)(?P<percent>%?)")
+LIMIT = r"\s*(?P<sign>[<>])\s*(?P<limit>[+-]?\d+(?:\.\d+)?)\s*(?P<percent>%?)\s*"
+PATTERN = re.compile(rf"\s*(?P<name>metric:.+?|[a-z_]+(?:@\w+)?){LIMIT}")
+LOSS = re.compile(r"loss(?:@(?P<at>\d+)?(?P<axis>samples|s)?)?(?<!@)")
 
 
 def parse_condition(text: str) -> Condition:
@@ -264,34 +296,34 @@ def parse_condition(text: str) -> Condition:
         if not re.fullmatch(r"[a-z_]+", kind):
             raise RequestError(f"--fail-on {quoted(text)}: name a kind of finding, such as finding:straggler")
         return Condition(text=text, name="finding", finding=kind)
-    match = PATTERN.fullmatch(text.replace(" ", ""))
+    match = PATTERN.fullmatch(text)
     if match is None:
         raise RequestError(
             f"--fail-on {quoted(text)} is no condition: write FIGURE>+LIMIT or FIGURE<-LIMIT, such as 'step_ms>+5%', "
-            "'throughput<-5%', 'loss@1000>+0.02', or finding:KIND"
+            "'throughput<-5%', 'loss@1000>+0.02', 'metric:NAME<-0.01', or finding:KIND"
         )
     name, sign = match["name"], 1 if match["sign"] == ">" else -1
+    figure, _, at = name.partition("@")
+    is_metric = name.startswith(METRIC)
     names = [*WITH_INTERVAL, *SINGLE]
-    if name not in names:
+    if figure not in names and not is_metric:
         raise RequestError(
-            f"--fail-on {quoted(text)}: {quoted(name)} is no figure{nearest(name, names)}; they are {', '.join(names)}"
+            f"--fail-on {quoted(text)}: {quoted(figure)} is no figure{nearest(figure, names)}; they are "
+            f"{', '.join(names)}, and metric:NAME"
         )
-    absolute = name in ("loss", "valid")
+    if at and not is_metric and not LOSS.fullmatch(name):
+        raise RequestError(
+            f"--fail-on {quoted(text)}: only a loss is taken at a point: loss@1000 (a step), loss@50000samples, "
+            "loss@600s, or where all runs have come to: loss@samples, loss@s"
+        )
+    absolute = is_metric or figure in ("loss", "valid")
     if bool(match["percent"]) == absolute:
         unit = "an absolute limit, such as +0.02" if absolute else "a limit in percent, such as +5%"
-        raise RequestError(f"--fail-on {quoted(text)}: {name} takes {unit}")
-    if match["at"] is not None and name != "loss":
-        raise RequestError(f"--fail-on {quoted(text)}: only a loss is taken at a step, as loss@1000")
+        raise RequestError(f"--fail-on {quoted(text)}: {name if is_metric else figure} takes {unit}")
     limit = float(match["limit"]) / (1 if absolute else 100)
     if limit * sign < 0:
         raise RequestError(f"--fail-on {quoted(text)}: > takes a limit of 0 or more, < one of 0 or less")
-    return Condition(
-        text=text,
-        name=name,
-        at=None if match["at"] is None else int(match["at"]),
-        sign=sign,
-        limit=limit,
-    )
+    return Condition(text=text, name=name, sign=sign, limit=limit)
 
 
 def _checked(
@@ -300,7 +332,7 @@ def _checked(
     run = runs[index].report
     if condition.name == "finding":
         return _finding_limit(condition, runs[0].report, run)
-    name = condition.name if condition.at is None else f"{condition.name}@{condition.at}"
+    name = condition.name
     found = next((each for each in figures if each.name == name), None)
     difference = None if found is None else found.differences[index - 1]
     if found is None or difference is None or difference.change is None:

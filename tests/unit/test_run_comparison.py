@@ -17,6 +17,7 @@ from synthetic import BEGIN
 from gputrain_tui import cli
 from gputrain_tui.headless.comparison_text import comparison_lines
 from gputrain_tui.history.comparison import ValueDifference
+from gputrain_tui.history.step_axis import StepAxis
 from gputrain_tui.report.run_comparison import (
     RecordedRun,
     RunComparison,
@@ -61,19 +62,29 @@ def recorded(
     seed: int = 0,
     noise: float = 0.02,
     core_wait_ms: float = 0.0,
+    samples: int = 8,
+    step_s: float = 1.0,
 ) -> RecordedRun:
     """Return a run of steps of 20 ms, whose forward pass takes a share of the step longer, and waits for a core."""
-    blocks, undisturbed, random = StepBlocks(), StepBlocks(), Random(seed)
+    blocks, undisturbed, axis, random = StepBlocks(), StepBlocks(), StepAxis(), Random(seed)
     for number in range(1, steps + 1):
         forward = 8.0 * (1 + random.gauss(0, noise)) + 20 * slower + core_wait_ms
         event = Step(
-            time=BEGIN + number, rank=0, step=number, epoch=1, steps=1, samples=8, loss=loss + 10 / number, lr=0.1,
+            time=BEGIN + step_s * number, rank=0, step=number, epoch=1, steps=1, samples=samples,
+            loss=loss + 10 / number, lr=0.1,
             step_ms=12.0 + forward, data_ms=0.5, forward_ms=forward, backward_ms=9.0, optimizer_ms=1.0,
             other_ms=0.0, sync_exposed_ms=1.5, core_wait_ms={"forward": core_wait_ms} if core_wait_ms else None,
         )  # fmt: skip
         blocks.apply(event)
         undisturbed.apply(without_core_waits(event))
-    return RecordedRun(report=replace(REPORT, id=name), blocks=blocks, undisturbed=undisturbed)
+        axis.apply(event)
+    return RecordedRun(report=replace(REPORT, id=name), blocks=blocks, undisturbed=undisturbed, axis=axis)
+
+
+def replace_report(run: RecordedRun, **changes: Any) -> RecordedRun:
+    return RecordedRun(
+        report=replace(run.report, **changes), blocks=run.blocks, undisturbed=run.undisturbed, axis=run.axis
+    )
 
 
 def autoregressive(random: Random, count: int, memory: float) -> list[float]:
@@ -118,10 +129,12 @@ def test_blocks_hold_every_step_once_in_bounded_number(steps: int) -> None:
 
 
 def checked(condition: str, run: RecordedRun, first: RecordedRun | None = None) -> tuple[bool | None, str]:
-    (limit,) = compare([first or recorded(), run], conditions=[parse_condition(condition)]).limits
+    first = first or replace_report(recorded(), metrics={"f1": 0.5, "a>b": 1.0})
+    (limit,) = compare([first, run], conditions=[parse_condition(condition)]).limits
     return limit.exceeded, limit.text
 
 
+METRICS = replace_report(recorded("b"), metrics={"f1": 0.75, "a>b": 1.0, "new": 3.0})
 LIMITS: dict[str, tuple[str, RecordedRun, bool | None, str]] = {
     "slower": ("step_ms>+5%", recorded("b", slower=0.1, seed=1), True, "most by forward (+2.0 ms)"),
     "as fast": ("step_ms>+5%", recorded("b", seed=1), False, "within the limit"),
@@ -142,6 +155,11 @@ LIMITS: dict[str, tuple[str, RecordedRun, bool | None, str]] = {
     "few steps": ("step_ms>+5%", recorded("b", steps=9), None, "too few steps for an interval"),
     "validation": ("valid>+0.1", recorded("b"), False, "valid +0.0000: within the limit"),
     "memory": ("peak_memory>+10%", recorded("b"), False, "peak_memory +0.0 %: within the limit"),
+    "a metric": ("metric:f1 > +0.1", METRICS, True, "metric:f1 +0.2500"),
+    "a metric that falls": ("metric:a>b<-0.1", METRICS, False, "metric:a>b +0.0000: within the limit"),
+    "a metric of one run": ("metric:new>1", METRICS, None, "metric:new is not known of a"),
+    "loss by samples": ("loss@2560samples>+0.02", recorded("b", samples=16, steps=400), True, "+0.03"),
+    "loss by time": ("loss@s<-0.01", recorded("b", step_s=0.5), True, "-0.01"),
     "a finding": ("finding:straggler", recorded("b"), False, "no straggler stands"),
 }
 
@@ -154,12 +172,26 @@ def test_a_limit_is_exceeded_only_beyond_the_interval(name: str) -> None:
     assert text in found[1]
 
 
+def test_losses_stand_at_the_last_step_sample_and_second_of_all() -> None:
+    """The second reads twice as many samples a step and takes twice as long for it."""
+    found = compare([recorded(), recorded("b", steps=400, samples=16, step_s=2.0)])
+    losses = [each for each in found.figures if each.name.startswith("loss")]
+    assert [each.title for each in losses] == [
+        "loss at step 400", "loss at 5,120 samples", "loss after 639 s of training",
+    ]  # fmt: skip
+    # The loss is 1 + 10 / step: at half as many steps it has fallen less.
+    (by_step,), (by_samples,), (by_time,) = (each.differences for each in losses)
+    assert by_step.change == pytest.approx(0, abs=1e-3)
+    assert by_samples.change == pytest.approx(10 / 320 - 10 / 640, rel=0.1)
+    assert by_time.change == pytest.approx(10 / 320 - 10 / 640, rel=0.1)
+
+
 REFUSED = {
     "stepms>+5%": "did you mean 'step_ms'",
     "step_ms": "write FIGURE>+LIMIT",
     "step_ms>+5": "step_ms takes a limit in percent",
     "loss@10>+5%": "loss takes an absolute limit",
-    "step_ms@10>+5%": "only a loss is taken at a step",
+    "step_ms@10>+5%": "only a loss is taken at a point",
     "step_ms>-5%": "> takes a limit of 0 or more",
     "throughput<5%": "< one of 0 or less",
     "finding:": "name a kind of finding",
@@ -199,10 +231,6 @@ def test_versions_that_differ_are_told_of_runs_that_have_recorded_theirs() -> No
     lines = ["".join(text for text, _ in line) for line in comparison_lines(found)]
     assert [line for line in lines if "torch" in line] == ["  torch  2.13 → 2.12, 2.13"]
     assert compare([of("a"), of("b", "2.13")]).versions == ()
-
-
-def replace_report(run: RecordedRun, **changes: Any) -> RecordedRun:
-    return RecordedRun(report=replace(run.report, **changes), blocks=run.blocks, undisturbed=run.undisturbed)
 
 
 def test_the_command_tells_by_its_exit_code(
