@@ -32,7 +32,6 @@ from trainer.telemetry import instrument
 from trainer.telemetry.ddp_log import ddp_of
 from trainer.telemetry.instrument.fetched_batches import plus, size_of
 from trainer.telemetry.own_metrics import OWN
-from trainer.telemetry.software_versions import software_versions, versions_event
 from trainer.telemetry.step_tracker import StepTracker
 
 if TYPE_CHECKING:
@@ -235,8 +234,6 @@ class Watched:
 
     def _set_state(self, state: RankStateName, message: str | None = None) -> None:
         if not self._records_states:
-            if state == "training":
-                self._writer.write(versions_event(self._rank))
             return
         self._writer.write(
             RankState(
@@ -249,7 +246,6 @@ class Watched:
                 pid=os.getpid(),
                 threads=torch.get_num_threads(),
                 message=message,
-                versions=software_versions() if state == "training" else None,
             )
         )
 

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 from gputrain_tui.headless.number_text import number
 from gputrain_tui.headless.progress import Piece
-from gputrain_tui.history.comparison import ValueDifference
-from gputrain_tui.report.run_comparison import METRIC, FigureComparison, RunComparison, change_text
-from gputrain_tui.tables import TableColumn, cut, printable, size, table
+from gputrain_tui.history.run_columns import METRIC
+from gputrain_tui.report.run_comparison import DifferingValues, FigureComparison, RunComparison, change_text
+from gputrain_tui.tables import TableColumn, cut, size, table
 
 MAX_KEYS = 20
-"""Recipe keys, and metrics, that are shown; ``--json`` has all."""
+"""Recipe keys and versions that are shown; ``--json`` has all."""
+MAX_METRICS = 12
+"""The user's own metrics that are shown, likewise."""
 
 
 def comparison_lines(comparison: RunComparison) -> list[list[Piece]]:
@@ -21,9 +23,9 @@ def comparison_lines(comparison: RunComparison) -> list[list[Piece]]:
     for index, run in enumerate(comparison.runs[1:]):
         lines += [[(run, "bold"), (" against ", "dim"), (first, "bold")]]
         lines += [[("  not comparable  ", "alarm"), (text, "")] for text in comparison.incomparable]
-        lines += _changed(comparison.recipe, index + 1) or [[("  the same recipe", "dim")]]
-        told = [each for each in comparison.versions if each.values[0] and each.values[index + 1]]
-        lines += _changed(told, index + 1)
+        changed = _changes(comparison.recipe, index)
+        lines += changed or [[("  the same recipe", "dim")]]
+        lines += _changes(comparison.versions, index)
         lines += [[], *_figures(comparison, index), []]
     for limit in comparison.limits:
         style = "" if limit.exceeded is False else "alarm"
@@ -32,11 +34,11 @@ def comparison_lines(comparison: RunComparison) -> list[list[Piece]]:
     return lines if comparison.limits else lines[:-1]
 
 
-def _changed(differences: Sequence[ValueDifference], run: int) -> list[list[Piece]]:
-    changed = [each for each in differences if each.values[run] != each.values[0]]
+def _changes(values: Sequence[DifferingValues], index: int) -> list[list[Piece]]:
+    changed = [each for each in values if each.values[index + 1] != each.values[0]]
     lines: list[list[Piece]] = []
     for each in changed[:MAX_KEYS]:
-        before, now = (cut(value, 40) or "–" for value in (each.values[0], each.values[run]))
+        before, now = (cut(value, 40) or "–" for value in (each.values[0], each.values[index + 1]))
         lines.append([("  ", ""), (each.key, "dim"), (f"  {before} → {now}", "")])
     if len(changed) > MAX_KEYS:
         lines.append([(f"  … and {len(changed) - MAX_KEYS:,} keys more", "dim")])
@@ -45,19 +47,21 @@ def _changed(differences: Sequence[ValueDifference], run: int) -> list[list[Piec
 
 def _figures(comparison: RunComparison, index: int) -> list[list[Piece]]:
     rows = []
-    own = [figure for figure in comparison.figures if figure.name.startswith(METRIC)]
-    for figure in [each for each in comparison.figures if each not in own[MAX_KEYS:]]:
+    metrics = [figure for figure in comparison.figures if figure.name.startswith(METRIC)]
+    left_out = metrics[MAX_METRICS:]
+    for figure in comparison.figures[: len(comparison.figures) - len(left_out)]:
         difference = figure.differences[index]
         shown = change_text(difference, relative=figure.relative)
         noise = "" if difference.change is None or difference.beyond_noise else "noise"
-        title = cut(printable(figure.title), 40) + (f", {figure.unit}" if figure.unit not in ("", "bytes") else "")
-        rows.append((title, _value(figure, difference.before), _value(figure, difference.now), shown, noise))
+        name = figure.name if figure.name.startswith(METRIC) else figure.name.replace("_", " ").removesuffix(" ms")
+        name += f", {figure.unit}" if figure.unit else ""
+        rows.append((name, _value(figure, difference.before), _value(figure, difference.now), shown, noise))
     right = ("before", "now")
     columns = [TableColumn(title, right=title in right) for title in ("figure", "before", "now", "change", "")]
     title, *texts = table(columns, rows).splitlines()
     lines: list[list[Piece]] = [[("  " + title, "dim")], *([("  " + text, "")] for text in texts)]
-    if len(own) > MAX_KEYS:
-        lines.append([(f"  … and {len(own) - MAX_KEYS:,} metrics more", "dim")])
+    if left_out:
+        lines.append([(f"  … and {len(left_out):,} metrics more", "dim")])
     return lines
 
 

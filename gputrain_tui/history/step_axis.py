@@ -95,20 +95,6 @@ class StepAxis:
         position = value_at(self._steps, self._positions[name], step)
         return position * self._all[name] / self._own[name] if name in self._all and self._own[name] else position
 
-    def step_at(self, name: AxisName, position: float) -> float | None:
-        """Return the step at a position on an axis; None where the run does not reach it, or it is not known."""
-        if not self.has(name) or not self._steps or position > self.at(name, self._steps[-1]):
-            return None
-        if name == "step":
-            return position
-        ends = self._positions[name]
-        own = position * self._own[name] / self._all[name] if name in self._all else position
-        return value_at(ends, self._steps, own)
-
-    @property
-    def last_step(self) -> int:
-        return self._steps[-1] if self._steps else 0
-
     def lr_at(self, step: float) -> float:
         """Return the learning rate of a step; NaN where it is not known."""
         if not self._steps:
@@ -116,7 +102,7 @@ class StepAxis:
         return self._lr[min(bisect_left(self._steps, step), len(self._lr) - 1)]
 
 
-def value_at(steps: Sequence[float], values: Sequence[float], step: float) -> float:
+def value_at(steps: Sequence[int], values: Sequence[float], step: float) -> float:
     """Return the value at a step, interpolated linearly between ``steps``, which ascend; 0 without any."""
     after = bisect_right(steps, step)
     if after == 0:

@@ -49,7 +49,7 @@ POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
-STATIC = {"page.css": "text/css", "page.js": "text/javascript", "live.js": "text/javascript"}
+STATIC = {"page.css": "text/css", **dict.fromkeys(("charts.js", "page.js", "live.js"), "text/javascript")}
 LIST_TITLES = ("run", "state", "recipe", "ranks", "step", "loss", "started", "took", "what is wrong")
 
 
@@ -227,7 +227,7 @@ class PageRequest(BaseHTTPRequestHandler):
                 body = (
                     f'<nav><a href="/">all runs</a> · logs:{logs}</nav><main></main>'
                     f'<script type="application/json" id="data">{data}</script>'
-                    '<script src="/page.js"></script><script src="/live.js"></script>'
+                    '<script src="/charts.js"></script><script src="/page.js"></script><script src="/live.js"></script>'
                 )
                 self._page(run.id, body)
             case ["report.json"]:

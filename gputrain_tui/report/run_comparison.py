@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf, isfinite
+from math import isfinite
 
 import msgspec
 from msgspec.structs import replace
 
-from gputrain_tui.history.comparison import ValueDifference
-from gputrain_tui.history.step_axis import AxisName, StepAxis
+from gputrain_tui.history.run_columns import METRIC
 from gputrain_tui.report.run_report import RunReport
 from gputrain_tui.report.step_blocks import (
     MIN_VALUES,
@@ -39,8 +38,6 @@ class RecordedRun:
     blocks: StepBlocks
     undisturbed: StepBlocks
     """The same steps without their waits for a core."""
-    axis: StepAxis
-    """Samples and times at which its steps ended."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,13 +60,18 @@ class FigureComparison(msgspec.Struct, frozen=True, kw_only=True):
     """A figure of all runs."""
 
     name: str
-    """As in conditions."""
-    title: str
-    """In words, such as ``loss at step 1,000``."""
     unit: str
     relative: bool
     differences: tuple[Difference, ...]
     """One for each run after the first."""
+
+
+class DifferingValues(msgspec.Struct, frozen=True, kw_only=True):
+    """A recipe key, or what has a version, whose values differ."""
+
+    key: str
+    values: tuple[str, ...]
+    """One for each run; empty where it has none."""
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,9 +90,9 @@ class RunComparison(msgspec.Struct, frozen=True, kw_only=True):
 
     schema_version: int = COMPARISON_SCHEMA_VERSION
     runs: tuple[str, ...]
-    recipe: tuple[ValueDifference, ...] = ()
-    versions: tuple[ValueDifference, ...] = ()
-    """Programs whose versions differ; several versions of a run's hosts stand beside each other."""
+    recipe: tuple[DifferingValues, ...] = ()
+    versions: tuple[DifferingValues, ...] = ()
+    """Of torch, driver and so on, on all hosts of a run; of runs whose record has them."""
     incomparable: tuple[str, ...] = ()
     """Why the speed of the runs cannot be compared: other hardware or ranks, or no steps."""
     figures: tuple[FigureComparison, ...] = ()
@@ -102,49 +104,59 @@ class Figure:
     """How a figure is taken from the sums of a block's ranks."""
 
     name: str
-    title: str
     unit: str
     of: Measure
 
 
-def _loss(block: Sequence[Totals]) -> float | None:
+def block_loss(block: Sequence[Totals]) -> float | None:
+    """Return the mean loss of a block; None where none is known."""
     steps = sum(sums.loss_steps for sums in block)
     return sum(sums.loss for sums in block) / steps if steps else None
 
 
+def block_samples(block: Sequence[Totals]) -> float:
+    """Return the samples of a block over all ranks."""
+    return sum(sums.samples for sums in block)
+
+
+def block_time_ms(block: Sequence[Totals]) -> float:
+    """Return the time of a block's steps, ms: validations, checkpoints and starts are not in it."""
+    return sum(sums.step_ms for sums in block) / max(len(block), 1)
+
+
 SPEEDS = (
-    Figure("step_ms", "step", "ms", mean_step_ms),
-    *(Figure(f"{phase}_ms", phase, "ms", partial(mean_phase_ms, phase=phase)) for phase in PHASES),
-    Figure("throughput", "throughput", "samples/s", samples_per_s),
-    Figure("steps_per_s", "steps", "steps/s", steps_per_s),
+    Figure("step_ms", "ms", mean_step_ms),
+    *(Figure(f"{phase}_ms", "ms", partial(mean_phase_ms, phase=phase)) for phase in PHASES),
+    Figure("throughput", "samples/s", samples_per_s),
+    Figure("steps_per_s", "steps/s", steps_per_s),
 )
 """Figures over the steps after the warm-up, by relative difference."""
 WITH_INTERVAL = tuple(figure.name for figure in SPEEDS)
-SINGLE = ("peak_memory", "loss", "valid")
+LOSSES = ("loss", "loss_by_samples", "loss_by_time", "valid")
+SINGLE = ("peak_memory", *LOSSES)
 """Further names of conditions."""
-LOSS_AXES: dict[str, AxisName] = {"": "step", "samples": "samples", "s": "time"}
-"""What a loss may be compared at: its suffix behind a number, such as ``loss@600s``, and the axis of the steps."""
-COMMON_LOSSES = ("loss", "loss@samples", "loss@s")
-"""Losses at the last step, sample and second that all runs have reached."""
-METRIC = "metric:"
 
 
 def compare(
-    runs: Sequence[RecordedRun], *, recipe: Sequence[ValueDifference] = (), conditions: Sequence[Condition] = ()
+    runs: Sequence[RecordedRun], *, recipe: Sequence[DifferingValues] = (), conditions: Sequence[Condition] = ()
 ) -> RunComparison:
     """Compare each run with the first."""
     figures = [_speed(figure, runs) for figure in SPEEDS]
-    losses = {each.name: None for each in conditions if each.name.startswith("loss@")}
-    figures += [_losses(name, runs) for name in dict.fromkeys((*COMMON_LOSSES, *losses))]
-    figures.append(_single("valid", "validation loss", runs, _valid))
-    figures.append(_single("peak_memory", "peak memory", runs, _peak_memory, bytes=True))
+    figures.append(_losses("loss", runs, [min(run.blocks.last_step for run in runs)] * len(runs)))
+    for name, of in (("loss_by_samples", block_samples), ("loss_by_time", block_time_ms)):
+        if amount := min(run.blocks.amount(of) for run in runs):
+            figures.append(_losses(name, runs, [run.blocks.step_after(amount, of) for run in runs]))
+    steps = {each.at for each in conditions if each.at is not None}
+    figures += [_losses(f"loss@{step}", runs, [step] * len(runs)) for step in sorted(steps)]
+    figures.append(_single("valid", "", runs, _valid, relative=False))
+    figures.append(_single("peak_memory", "bytes", runs, _peak_memory, relative=True))
     for name in dict.fromkeys(name for run in runs for name in run.report.metrics):
-        figures.append(_single(METRIC + name, name, runs, partial(_metric, name=name)))
+        figures.append(_single(METRIC + name, "", runs, partial(_metric, name=name), relative=False))
     known = tuple(each for each in figures if any(d.before is not None or d.now is not None for d in each.differences))
     return RunComparison(
         runs=tuple(run.report.id for run in runs),
         recipe=tuple(recipe),
-        versions=tuple(version_differences([run.report for run in runs])),
+        versions=tuple(_versions([run.report for run in runs])),
         incomparable=tuple(incomparable([run.report for run in runs])),
         figures=known,
         limits=tuple(
@@ -153,15 +165,21 @@ def compare(
     )
 
 
-def version_differences(reports: Sequence[RunReport]) -> list[ValueDifference]:
-    """Return the programs whose versions differ between runs that have recorded theirs."""
-    names = {name: None for report in reports for each in report.software for name in each.versions}
-    rows = []
-    for name in names:
-        texts = [", ".join(sorted({each.versions.get(name, "–") for each in of.software})) for of in reports]
-        if len({text for text in texts if text}) > 1:
-            rows.append(ValueDifference(key=name, values=tuple(texts)))
-    return rows
+def _versions(reports: Sequence[RunReport]) -> Iterator[DifferingValues]:
+    """Yield the versions that differ; nothing where a record of before versions were kept is among the runs."""
+    of_runs: list[dict[str, str]] = []
+    for report in reports:
+        of_hosts: dict[str, list[str]] = {}
+        for host in report.hosts:
+            for name, version in host.versions.items():
+                of_hosts.setdefault(name, []).append(version)
+        of_runs.append({name: ", ".join(sorted({*each})) for name, each in of_hosts.items()})
+    if not all(of_runs):
+        return
+    for name in dict.fromkeys(name for versions in of_runs for name in versions):
+        values = tuple(versions.get(name, "") for versions in of_runs)
+        if len({*values}) > 1:
+            yield DifferingValues(key=name, values=values)
 
 
 def incomparable(reports: Sequence[RunReport]) -> list[str]:
@@ -198,28 +216,15 @@ def _speed(figure: Figure, runs: Sequence[RecordedRun]) -> FigureComparison:
         )
         for index in range(1, len(runs))
     )
-    return FigureComparison(name=figure.name, title=figure.title, unit=figure.unit, relative=True, differences=changes)
+    return FigureComparison(name=figure.name, unit=figure.unit, relative=True, differences=changes)
 
 
-def _losses(name: str, runs: Sequence[RecordedRun]) -> FigureComparison:
-    """Compare the losses around a step, a number of samples or a time, each the mean of the blocks near it."""
-    match = LOSS.fullmatch(name)
-    assert match is not None
-    axis = LOSS_AXES[match["axis"] or ""]
-    if match["at"]:
-        at = float(match["at"])
-    elif axis == "step":
-        at = min(run.blocks.last_step for run in runs)
-    else:
-        at = min(run.axis.at(axis, run.axis.last_step) if run.axis.has(axis) else inf for run in runs)
-    values = []
-    for run in runs:
-        step = at if axis == "step" else run.axis.step_at(axis, at)
-        values.append([] if step is None else block_values(run.blocks.around(max(round(step), 1)), _loss))
+def _losses(name: str, runs: Sequence[RecordedRun], steps: Sequence[int]) -> FigureComparison:
+    """Compare the losses around a step of each run, each the mean of the blocks near it."""
+    values = [block_values(run.blocks.around(step), block_loss) for run, step in zip(runs, steps, strict=True)]
     changes = tuple(_difference(values[0], other, relative=False) for other in values[1:])
     unit = next((run.report.loss_unit for run in runs if run.report.loss_unit), "")
-    where = {"step": f"at step {at:,.0f}", "samples": f"at {at:,.0f} samples", "time": f"after {at:,.0f} s of training"}
-    return FigureComparison(name=name, title=f"loss {where[axis]}", unit=unit, relative=False, differences=changes)
+    return FigureComparison(name=name, unit=unit, relative=False, differences=changes)
 
 
 def _difference(before: Sequence[float], now: Sequence[float], *, relative: bool) -> Difference:
@@ -233,16 +238,14 @@ def _difference(before: Sequence[float], now: Sequence[float], *, relative: bool
 
 
 def _single(
-    name: str, title: str, runs: Sequence[RecordedRun], of: Callable[[RunReport], float | None], *, bytes: bool = False
+    name: str, unit: str, runs: Sequence[RecordedRun], of: Callable[[RunReport], float | None], *, relative: bool
 ) -> FigureComparison:
-    """Compare single numbers: by their difference, bytes by the relative one."""
-    first, *others = [of(run.report) for run in runs]
+    values = [of(run.report) for run in runs]
     return FigureComparison(
         name=name,
-        title=title,
-        unit="bytes" if bytes else "",
-        relative=bytes,
-        differences=tuple(_single_difference(first, other, relative=bytes) for other in others),
+        unit=unit,
+        relative=relative,
+        differences=tuple(_single_difference(values[0], other, relative=relative) for other in values[1:]),
     )
 
 
@@ -257,13 +260,13 @@ def _valid(report: RunReport) -> float | None:
     return next((each.loss for each in reversed(report.validations) if each.split == "valid"), None)
 
 
-def _metric(report: RunReport, *, name: str) -> float | None:
-    return report.metrics.get(name)
-
-
 def _peak_memory(report: RunReport) -> float | None:
     peaks = [rank.memory_peak_bytes for rank in report.ranks if rank.memory_peak_bytes is not None]
     return float(max(peaks)) if peaks else None
+
+
+def _metric(report: RunReport, *, name: str) -> float | None:
+    return report.metrics.get(name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,16 +276,19 @@ class Condition:
     text: str
     name: str
     """A figure, or ``finding``."""
+    at: int | None = None
+    """Step of a loss."""
     sign: int = 1
     """1: more fails, -1: less."""
     limit: float = 0.0
-    """Of the change: relative, or absolute for a loss."""
+    """Of the change: relative, or absolute for a loss or a metric."""
     finding: str = ""
 
 
-LIMIT = r"\s*(?P<sign>[<>])\s*(?P<limit>[+-]?\d+(?:\.\d+)?)\s*(?P<percent>%?)\s*"
-PATTERN = re.compile(rf"\s*(?P<name>metric:.+?|[a-z_]+(?:@\w+)?){LIMIT}")
-LOSS = re.compile(r"loss(?:@(?P<at>\d+)?(?P<axis>samples|s)?)?(?<!@)")
+PATTERN = re.compile(
+    rf"(?:(?P<metric>{METRIC}.+?)|(?P<name>[a-z_]+)(?:@(?P<at>\d+))?)"
+    r"\s*(?P<sign>[<>])\s*(?P<limit>[+-]?\d+(?:\.\d+)?)\s*(?P<percent>%?)"
+)
 
 
 def parse_condition(text: str) -> Condition:
@@ -296,34 +302,34 @@ def parse_condition(text: str) -> Condition:
         if not re.fullmatch(r"[a-z_]+", kind):
             raise RequestError(f"--fail-on {quoted(text)}: name a kind of finding, such as finding:straggler")
         return Condition(text=text, name="finding", finding=kind)
-    match = PATTERN.fullmatch(text)
+    match = PATTERN.fullmatch(text.strip())
     if match is None:
         raise RequestError(
             f"--fail-on {quoted(text)} is no condition: write FIGURE>+LIMIT or FIGURE<-LIMIT, such as 'step_ms>+5%', "
-            "'throughput<-5%', 'loss@1000>+0.02', 'metric:NAME<-0.01', or finding:KIND"
+            "'throughput<-5%', 'loss@1000>+0.02', 'metric:val/acc<-0.01', or finding:KIND"
         )
-    name, sign = match["name"], 1 if match["sign"] == ">" else -1
-    figure, _, at = name.partition("@")
-    is_metric = name.startswith(METRIC)
+    name, sign = match["metric"] or match["name"], 1 if match["sign"] == ">" else -1
     names = [*WITH_INTERVAL, *SINGLE]
-    if figure not in names and not is_metric:
+    if name not in names and not match["metric"]:
         raise RequestError(
-            f"--fail-on {quoted(text)}: {quoted(figure)} is no figure{nearest(figure, names)}; they are "
-            f"{', '.join(names)}, and metric:NAME"
+            f"--fail-on {quoted(text)}: {quoted(name)} is no figure{nearest(name, names)}; they are {', '.join(names)}"
         )
-    if at and not is_metric and not LOSS.fullmatch(name):
-        raise RequestError(
-            f"--fail-on {quoted(text)}: only a loss is taken at a point: loss@1000 (a step), loss@50000samples, "
-            "loss@600s, or where all runs have come to: loss@samples, loss@s"
-        )
-    absolute = is_metric or figure in ("loss", "valid")
+    absolute = name in LOSSES or bool(match["metric"])
     if bool(match["percent"]) == absolute:
         unit = "an absolute limit, such as +0.02" if absolute else "a limit in percent, such as +5%"
-        raise RequestError(f"--fail-on {quoted(text)}: {name if is_metric else figure} takes {unit}")
+        raise RequestError(f"--fail-on {quoted(text)}: {name} takes {unit}")
+    if match["at"] is not None and name != "loss":
+        raise RequestError(f"--fail-on {quoted(text)}: only a loss is taken at a step, as loss@1000")
     limit = float(match["limit"]) / (1 if absolute else 100)
     if limit * sign < 0:
         raise RequestError(f"--fail-on {quoted(text)}: > takes a limit of 0 or more, < one of 0 or less")
-    return Condition(text=text, name=name, sign=sign, limit=limit)
+    return Condition(
+        text=text,
+        name=name,
+        at=None if match["at"] is None else int(match["at"]),
+        sign=sign,
+        limit=limit,
+    )
 
 
 def _checked(
@@ -332,12 +338,13 @@ def _checked(
     run = runs[index].report
     if condition.name == "finding":
         return _finding_limit(condition, runs[0].report, run)
-    name = condition.name
+    name = condition.name if condition.at is None else f"{condition.name}@{condition.at}"
     found = next((each for each in figures if each.name == name), None)
     difference = None if found is None else found.differences[index - 1]
     if found is None or difference is None or difference.change is None:
         missing = runs[0].report.id if difference is None or difference.before is None else run.id
-        return Limit(condition=condition.text, run=run.id, exceeded=None, text=f"{name} is not known of {missing}")
+        text = f"{name} is not known of {missing}{nearest(name, [each.name for each in figures])}"
+        return Limit(condition=condition.text, run=run.id, exceeded=None, text=text)
     if difference.interval is None and found.name in WITH_INTERVAL:
         text = f"{name}: too few steps for an interval ({MIN_VALUES} blocks after the warm-up are needed)"
         return Limit(condition=condition.text, run=run.id, exceeded=None, text=text)

@@ -51,8 +51,6 @@ def _check_two_ranks(run_dir: Path) -> None:
         assert in_steps_ms <= 1e3 * (steps[-1].time - steps[0].time) - 495
         states = [event.state for event in _events(run_dir, rank) if isinstance(event, RankState)]
         assert states == ["training", "finished"]
-        told = [event.versions for event in _events(run_dir, rank) if isinstance(event, RankState)]
-        assert [each and each["torch"] for each in told] == [torch.__version__, None]
     prompt, late = _steps(run_dir, 0)[2:], _steps(run_dir, 1)[2:]
     data = [
         statistics.median(event.data_ms for event in steps if event.data_ms is not None) for steps in (prompt, late)

@@ -15,7 +15,7 @@ from gputrain_tui.state.newest_metrics import NewestMetrics
 from trainer.contract.errors import RequestError
 from trainer.contract.record import EventWriter, Finding, Metrics, Step, decode_events
 from trainer.contract.record.downsampled import DownsampledNote, Downsampler
-from trainer.contract.record.numbers import MAX_METRIC_CHARS, MAX_METRICS
+from trainer.contract.record.events import MAX_METRIC_CHARS, MAX_METRICS
 from trainer.telemetry.own_metrics import OwnMetrics
 
 

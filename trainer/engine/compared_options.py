@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import os
 import sys
 import sysconfig
 from collections import deque
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ import torch
 from trainer.contract.options import Training
 from trainer.contract.schema import describe, text_of
 from trainer.tasks.task import Task
-from trainer.telemetry.software_versions import PACKAGE, code_digest
+
+PACKAGE = Path(__file__).parents[1]
 
 
 def training_request(options: Training) -> dict[str, str]:
@@ -25,7 +28,7 @@ def training_request(options: Training) -> dict[str, str]:
         # Builds for CPUs and for GPUs of one version may train together. As plain text: torch gives a class of its own,
         # which cannot be encoded.
         "torch version": str(torch.__version__).partition("+")[0],
-        "code of trainer": code_digest(*sorted(PACKAGE.rglob("*.py"))),
+        "code of trainer": _code_of_package(),
         **_values(options),
     }
 
@@ -40,8 +43,8 @@ def task_request(name: str, kind: type[Task], options: Any) -> dict[str, str]:
     if file is None or Path(file).is_relative_to(PACKAGE):
         return _values(options)
     own, *helpers = task_sources(kind.__module__, Path(file), excluded=PACKAGE).items()
-    code = {f"code of task {name}": code_digest(own[1])}
-    code |= {f"code of {path}, which task {name} imports": code_digest(helper) for path, helper in helpers}
+    code = {f"code of task {name}": _digest(own[1])}
+    code |= {f"code of {path}, which task {name} imports": _digest(helper) for path, helper in helpers}
     return {**code, **_values(options)}
 
 
@@ -49,6 +52,19 @@ def _values(options: Any) -> dict[str, str]:
     return {
         option.flag: text_of(getattr(options, option.name)) for option in describe(type(options)) if not option.per_rank
     }
+
+
+@cache
+def _code_of_package() -> str:
+    return _digest(*sorted(PACKAGE.rglob("*.py")))
+
+
+def _digest(*files: Path) -> str:
+    digest = hashlib.blake2b(digest_size=6)
+    for file in files:
+        digest.update(file.name.encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 MAX_FILES = 256

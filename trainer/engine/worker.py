@@ -51,7 +51,6 @@ from trainer.host.cores import usable_cores
 from trainer.host.memory import keep_freed_memory, return_freed_memory
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
-from trainer.telemetry.software_versions import software_versions
 
 
 def run_rank(assignment: RankAssignment) -> int:
@@ -120,7 +119,6 @@ class _Rank:
                 pid=os.getpid(),
                 threads=torch.get_num_threads(),
                 message=message,
-                versions=software_versions() if state == "ready" else None,
             )
         )
 

@@ -15,7 +15,8 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from trainer.contract.record import EventWriter, Finding, Metrics
-from trainer.contract.record.numbers import MAX_METRIC_CHARS, MAX_METRICS, MAX_NUMBER
+from trainer.contract.record.events import MAX_METRIC_CHARS, MAX_METRICS
+from trainer.contract.record.numbers import MAX_NUMBER
 
 MAX_WAITING = 10_000
 """Most calls that wait for the writer's thread, which takes them ten times a second; beyond it the oldest are lost."""

@@ -5,6 +5,7 @@ A value that was not measured is absent, never 0; durations are milliseconds, si
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Annotated, Literal
 
 import msgspec
@@ -12,11 +13,9 @@ import msgspec
 from trainer.contract.record.code_stacks import Collective, ThreadStack
 from trainer.contract.record.collective_groups import CollectiveCall, GroupSync
 from trainer.contract.record.numbers import (
-    MAX_METRICS,
     Count,
     ExitStatus,
     FiniteFloat,
-    MetricName,
     Rank,
     Result,
     StepNumber,
@@ -76,7 +75,7 @@ class RankState(Event, kw_only=True, tag="rank_state"):
     """Threads on which torch computes on the CPU; absent where they are not known."""
     message: str | None = None
     versions: dict[str, str] | None = None
-    """Versions of the rank's software by name, such as ``torch``; told once, when it has loaded torch."""
+    """Versions on its host by name, such as ``torch``; of the first rank of a host when it is spawned."""
 
 
 class Joining(Event, kw_only=True, tag="joining"):
@@ -241,6 +240,12 @@ class Step(Event, kw_only=True, tag="step"):
     """The ``sync_exposed_ms`` of each covered step, likewise."""
 
 
+MAX_METRICS = 256
+"""Most names of a user's own metrics that a rank records."""
+MAX_METRIC_CHARS = 128
+MetricName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_METRIC_CHARS)]
+
+
 class Metrics(Event, kw_only=True, tag="metrics"):
     """Numbers that the training itself reports by name, at a step; of each name the last one at that step."""
 
@@ -379,10 +384,14 @@ class Finding(Event, kw_only=True, tag="finding"):
     line: str = ""
     """Innermost line of the user's code in which a stalled rank is, such as ``train.py:12 in augment``."""
     message: str = ""
-    evidence: dict[str, FiniteFloat] = {}
+    evidence: dict[str, Result] = {}
     advice: str = ""
     diagnosed: bool = False
     """Whether it comes from the comparison of the record, which also clears it, not from a rank."""
+
+    def __post_init__(self) -> None:
+        """Leave out evidence that is not finite, which says nothing, and must not hide the finding."""
+        self.evidence = {name: number for name, number in self.evidence.items() if isfinite(or_nan(number))}
 
 
 class RankStacks(Event, kw_only=True, tag="rank_stacks"):

@@ -1,4 +1,4 @@
-"""The numbers of the events, and the names that have bounds.
+"""The numbers of the events.
 
 Numbers have bounds, checked on reading: a larger number in a damaged line could exhaust a reader's memory or overflow.
 """
@@ -33,11 +33,6 @@ UnixSeconds = Annotated[float, Meta(ge=0, le=1e11)]
 """Unix time until the year 5138, which every calendar function accepts."""
 ExitStatus = Annotated[int, Meta(ge=-255, le=255)]
 """An exit code, or a signal's number negated."""
-
-MAX_METRICS = 256
-"""Most names of a user's own metrics that a rank records."""
-MAX_METRIC_CHARS = 128
-MetricName = Annotated[str, Meta(min_length=1, max_length=MAX_METRIC_CHARS)]
 
 
 def or_nan(value: float | None) -> float:

@@ -28,7 +28,6 @@ from trainer.telemetry.instrument.not_measured import not_measured, what_is_miss
 from trainer.telemetry.instrument.optimizer_cycle import OptimizerCycle
 from trainer.telemetry.instrument.outermost_calls import OutermostCalls
 from trainer.telemetry.instrument.script_losses import StepLosses, is_made_of, newest_number
-from trainer.telemetry.software_versions import versions_event
 from trainer.telemetry.step_meter import Phase
 from trainer.telemetry.step_tracker import StepTracker
 from trainer.telemetry.torch_compile import CompilationReport
@@ -150,7 +149,6 @@ class Recording:
     def _open_record(self) -> None:
         if not self._writer.enabled:
             self._writer = EventWriter(self._path, rank=self._rank)
-            self._writer.write(versions_event(self._rank))
 
     def await_compiler(self) -> None:
         if self.on and self._tracker is None:
