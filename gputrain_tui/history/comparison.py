@@ -20,7 +20,7 @@ from gputrain_tui.state.figures import Throughput, mean_share, samples_per_s, st
 from gputrain_tui.state.step_losses import newest_loss
 from gputrain_tui.state.totals import ZERO_TOTALS, Totals
 from trainer.contract.builtin_tasks import BUILT_IN
-from trainer.contract.record import AnyEvent, Metrics, RunEnded, RunStarted, Step, Validation, World
+from trainer.contract.record import AnyEvent, Metrics, NoiseScale, RunEnded, RunStarted, Step, Validation, World
 
 MIN_RUNS, MAX_RUNS = 2, 6
 """Runs that can be compared at once: a terminal can show six distinct colours."""
@@ -110,7 +110,7 @@ class CurveHistory:
             self._totals[event.rank] = self._totals.get(event.rank, ZERO_TOTALS).plus(event)
         elif isinstance(event, RunStarted) and self._started is None:
             self._started = event.time
-        elif isinstance(event, Metrics):
+        elif isinstance(event, Metrics | NoiseScale):
             self.metrics.apply(event)
         elif isinstance(event, Validation):
             self.validations.append(event)
