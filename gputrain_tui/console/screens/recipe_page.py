@@ -35,12 +35,6 @@ TALL_LINES = 32
 NEW_LABEL = "new recipe for"
 
 
-def set_aside_text(draft: Draft) -> str:
-    """Return the line for the keys that another choice of the task has set aside."""
-    names = ", ".join(key.partition(".")[2] for key in draft.set_aside)
-    return f"set aside, as they were set for another task or script: {names} (undo brings them back)"
-
-
 class RecipePage(Page):
     """Screen of a recipe with its plan and preflight; a subclass edits the recipe."""
 
@@ -199,8 +193,6 @@ class RecipePage(Page):
         for field in self._fields:
             if field.changed and (problem := draft.problem(field, field.text)):
                 self._messages[field.key] = FieldMessage(problem)
-        if draft.set_aside:
-            self._messages.setdefault("train.task", FieldMessage(set_aside_text(draft), "note"))
         changes = len(draft.changes)
         notes = [f"/{self.form.search}"] if self.form.search else []
         if changes:
@@ -237,7 +229,7 @@ class RecipePage(Page):
             text, settings = draft.text, draft.settings
             result = await self._validated(draft, settings, hosts_max_age_s=hosts_max_age_s)
             if result.task_options is not None:
-                draft.add_task(result.task, result.task_options)  # keys that this task lacks are set aside from now on
+                draft.add_task(result.task, result.task_options)
             if (draft.text, draft.settings) == (text, settings):
                 return result
 
