@@ -222,15 +222,6 @@ class Draft:
         else:
             self.changes["cluster.nodes"] = [dict(node) for node in nodes]
 
-    def settings_with(self, key: str, text: str) -> list[str]:
-        """Return ``settings`` after a change to ``text``, which is not empty, without making the change."""
-        before = dict(self.changes)
-        try:
-            self._set(key, text)
-            return self.settings
-        finally:
-            self.changes = before
-
     def reset(self, key: str) -> None:
         """Undo the change of a key; if it has none, remove the key from the recipe, which means its default."""
         self._edit(key, lambda: self._reset(key))
