@@ -40,7 +40,7 @@ COMMANDS = {
     "logs": "print the output of a run's ranks",
     "stacks": "print the Python stacks of a run's ranks, equal ones together",
     "stop": "stop a run everywhere and report any process left",
-    "init": "write a recipe from questions, the command of another launcher, or an example",
+    "init": "write a recipe of a script, a task, the command of another launcher, or an example",
     "recipe-schema": "print the JSON Schema of a recipe, for editors",
     "completion": "print the script that completes commands, flags and runs in bash, zsh or fish",
     "help": "show a topic of the reference, such as recipe or findings",

@@ -1,20 +1,16 @@
-"""``gputrain init``: writes a commented recipe from questions, a command of another launcher, or an example."""
+"""``gputrain init``: writes a commented recipe of a script, a task, a command of another launcher, or an example."""
 
 from __future__ import annotations
 
-import re
-import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from gputrain_tui.hosts.hostfile import parse_host_list
 from gputrain_tui.output import print_message
 from gputrain_tui.recipe.build import build
-from gputrain_tui.recipe.launch_command import makes_group, without_group
 from gputrain_tui.recipe.new_recipe import (
     SCRIPT,
     NewRecipe,
@@ -24,12 +20,12 @@ from gputrain_tui.recipe.new_recipe import (
     file_name,
     from_argv,
     from_pasted,
-    read_text_file,
+    from_text,
 )
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from gputrain_tui.shell_words import shell_quoted
 from trainer.contract.builtin_tasks import BUILT_IN, options_schema
-from trainer.contract.errors import ExitCode, RequestError, nearest, quoted
+from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.schema import describe
 
 T = TypeVar("T")
@@ -99,29 +95,12 @@ def _write(files: Mapping[Path, str], *, force: bool, notes: Sequence[str] = ())
 
 
 def _from_answers() -> NewRecipe:
-    pasted = _ask(
-        "Paste the command that starts your training, or press Enter to answer questions",
-        lambda text: from_pasted(text) if text else None,
-    )
-    if pasted is not None:
-        return pasted
-    named = _ask(f"What to train? A script such as train.py, or a task: {', '.join(BUILT_IN)}", _script_or_task)
-    if named.endswith(".py"):
-        args = _ask("Its arguments, or Enter for none", shlex.split)
-        train: dict[str, Any] = {"script": named, **({"args": args} if args else {})}
-        task: dict[str, str] = {}
-    else:
-        schema = options_schema(named) if named in BUILT_IN else None
-        needed = [option for option in describe(schema) if option.required] if schema is not None else []
-        task = {option.name: _ask(f"{option.name}: {option.help}", _not_empty) for option in needed}
-        train = {"task": named, "max_epochs": _ask("Epochs (1)", _number)}
-    hosts = _ask("On which machines? Names separated by commas, or Enter for this one", _hosts)
-    ranks = _ask("How many ranks on each? A number; all or free, for its GPUs; or CPU ranks, such as 2 cpu (1)", _ranks)
-    nodes = [{"host": host, **ranks} for host in hosts] if hosts else [ranks]
-    group = makes_group(named, read_text_file) if named.endswith(".py") else None
-    notes = (without_group(named),) if group is False else ()
-    name = Path(named.partition(":")[0]).stem
-    return NewRecipe(name=name, origin="", nodes=nodes, train=train, task=task, makes_group=group, notes=notes)
+    """Return the recipe of what is typed as in the console; what its task needs besides is asked for, too."""
+    tasks = ", ".join(BUILT_IN)
+    new = _ask(f"What to train? A script such as train.py, a task ({tasks}), or the command that starts it", from_text)
+    schema = options_schema(task) if (task := new.train.get("task")) in BUILT_IN else None
+    needed = [option for option in describe(schema) if option.required] if schema is not None else []
+    return replace(new, task={option.name: _ask(f"{option.name}: {option.help}", _not_empty) for option in needed})
 
 
 def _ask(question: str, parse: Callable[[str], T]) -> T:
@@ -140,35 +119,7 @@ def _ask(question: str, parse: Callable[[str], T]) -> T:
             print_message(str(error))
 
 
-def _script_or_task(text: str) -> str:
-    if text in BUILT_IN or ":" in text:
-        return text
-    if not text.endswith(".py"):
-        raise RequestError(f"{quoted(text)} is neither a Python file nor a task{nearest(text, BUILT_IN)}")
-    return text
-
-
 def _not_empty(text: str) -> str:
     if not text:
         raise RequestError("it has no default: a value is needed")
     return text
-
-
-def _number(text: str) -> int:
-    """Return a number of at least 1; 1 for an empty answer."""
-    if not re.fullmatch("([1-9][0-9]{0,3})?", text):
-        raise RequestError(f"{quoted(text)} is not a number from 1 to 9999")
-    return int(text or "1")
-
-
-def _hosts(text: str) -> list[str]:
-    return [entry.host for entry in parse_host_list(text, name="the answer")] if text else []
-
-
-def _ranks(text: str) -> dict[str, int | str]:
-    if text in ("all", "free"):
-        return {"gpus": text}
-    count, _, kind = text.partition(" ")
-    if kind not in ("", "cpu"):
-        raise RequestError(f"{quoted(text)} is not a number, all, free, or a number followed by cpu")
-    return {"cpu_ranks" if kind else "ranks": _number(count)}

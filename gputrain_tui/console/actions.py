@@ -30,7 +30,7 @@ class Action:
     """Effect of the action, for palette and help."""
     group: str
     places: tuple[str, ...]
-    """Screens that have the action, or panels that have it while focused (``log``; ``text``: findings and stack)."""
+    """Screens that have the action, or panels that have it while focused (``log``; ``text``: findings and stacks)."""
     footer: int = 0
     """Rank in the footer, 1 first; if the footer is narrow, the last ones are left out. 0: not in the footer."""
     footers: tuple[str, ...] = ()
@@ -137,12 +137,12 @@ ACTIONS: tuple[Action, ...] = (
     *_group("Run", "run",
         ("stacks", "K", "Stacks", 0, "Ask all ranks for their Python stacks; show equal ones together")),
     *_group("Stacks", "stacks",
-        ("ask", "K", "Ask again", 1, "Ask all ranks for their Python stacks once more"),
+        ("ask", "K", "Ask again", 1, "Ask for the Python stacks once more"),
         ("threads", "t", "Threads", 2, "Show the threads beside the main one, and hide them again"),
-        ("copy", "c", "Copy", 0, "Copy all stacks"),
-        ("back", "escape", "Back", 4, "Back to the run")),
+        ("copy", "c", "Copy", 0, "Copy the stacks"),
+        ("back", "escape", "Back", 4, "Back to the run or the rank")),
     *_group("Run", "run rank",
-        ("copy", "c", "Copy", 0, "Copy the failure, the finding, the line or the stack under the cursor")),
+        ("copy", "c", "Copy", 0, "Copy the failure, the finding or the line under the cursor")),
     *_group("Run", "run",
         ("resume", "r", "Resume", 3, "Continue from the last checkpoint in a new run; asks first"),
         ("relaunch", "e", "Edit and rerun", 4, "Open the run's recipe on the launch screen"),

@@ -1,4 +1,4 @@
-"""Handling of keys strictly one after the other, and of ``gg``.
+"""Handling of keys strictly one after the other.
 
 Textual sends a key to the widget that is focused when the key arrives. The key before it may still be on its way
 through the widgets, and open an input line: text typed ahead would then run commands.
@@ -9,16 +9,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from functools import partial
-from typing import Any
 
 from textual import events, on
 from textual.app import App
 from textual.message import Message
 from textual.widget import Widget
-from textual.widgets import Input
-
-DOUBLE_KEY_S = 0.4
-"""Most seconds between the two keys of ``gg``."""
 
 
 class KeyPassed(Message):
@@ -44,8 +39,6 @@ class OrderedKeys(App[int]):
         self._key_number = 0
         self._under_way = 0
         """Number of the key that is being handled; 0: none."""
-        self._first_g: tuple[float, Widget | None, Any, object] | None = None
-        """Time of a first ``g``, the widget focused then, the screen, and its ``choice`` of panels before it."""
 
     def before_key(self, event: events.Key) -> bool:
         """Return whether a key counts; called before each key is handled."""
@@ -74,7 +67,7 @@ class OrderedKeys(App[int]):
         while self._waiting and not self._under_way:
             event = self._waiting.popleft()
             self.quiet_s, self._key_time = event.time - self._key_time, event.time
-            if not self.before_key(event) or self._handle_gg(event):
+            if not self.before_key(event):
                 continue
             self._key_number += 1
             target = self.focused or self.screen
@@ -89,22 +82,3 @@ class OrderedKeys(App[int]):
         there = widget is not None and widget.is_attached and widget.screen is self.screen
         if widget is None or not there or not widget.post_message(KeyPassed(message.number)):
             self.call_later(self._next_key, message.number)  # after a pending change of the focus
-
-    def _handle_gg(self, event: events.Key) -> bool:
-        """Handle ``gg``: on the second ``g`` undo the action of the first one, go to the first line, return True."""
-        first, self._first_g = self._first_g, None
-        if event.key != "g" or isinstance(self.focused, Input):
-            return False
-        if first is None or event.time - first[0] > DOUBLE_KEY_S:
-            self._first_g = event.time, self.focused, self.screen, getattr(self.screen, "choice", None)
-            return False
-        _, focused, screen, choice = first
-        if choice is not None:
-            screen.choice = choice
-            screen.place_panels()
-        if focused is not None:
-            self.call_after_refresh(focused.focus)  # hidden by the first g, it is shown with the next frame
-        edge = getattr(focused, "action_edge", None) or getattr(self.screen, "action_edge", None)
-        if edge is not None:
-            edge(-1)
-        return True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Literal
 
 from gputrain_tui.recipe.form_fields import ENV, NODE_KEY, Field
@@ -41,73 +40,34 @@ class Draft:
         self.name = name
         self.changes: dict[str, Any] = {}
         self._source = parse(text, name=name)
-        self._saved_kind = _kind(self._source.data)
-        """Task, and whether there is a script, in the file."""
         self._described: dict[str, Sequence[Option]] = {}
         """Schemas of users' own tasks, by name."""
-        self._changes_of: dict[tuple[str, bool], dict[str, Any]] = {}
-        """Unsaved options of other tasks than the present one, by task; they come back with it."""
-        self._undo: list[tuple[str, dict[str, Any], str, dict[tuple[str, bool], dict[str, Any]]]] = []
-        """For each edit its key, and changes, text and changes of other tasks before it."""
+        self._undo: list[tuple[str, dict[str, Any], str]] = []
+        """For each edit its key, and changes and text before it."""
 
     @property
     def text(self) -> str:
-        """The recipe's text without the keys that are set aside."""
-        return _without_keys(self._text, self._source.format, tuple(self._foreign_keys))
+        """The recipe's text, without the changes."""
+        return self._text
 
     @property
     def settings(self) -> list[str]:
-        """The changes as arguments of ``--set``, without keys that are set aside."""
-        foreign = self._foreign_keys
-        return _settings({key: value for key, value in self.changes.items() if key not in foreign})
+        """The changes as arguments of ``--set``."""
+        return [f"{key}={inline_toml(value)}" for key, value in self.changes.items()]
 
     @property
     def data(self) -> dict[str, Any]:
-        """The recipe's values with the changes, not validated, without keys that are set aside."""
-        data = self._all_data
-        for key in self._foreign_keys:
-            table, name = key.split(".", 1)
-            del data[table][name]
-        return data
-
-    @property
-    def _all_data(self) -> dict[str, Any]:
-        return override(self._source.data, _settings(self.changes))[0]
+        """The recipe's values with the changes, not validated."""
+        return override(self._source.data, self.settings)[0]
 
     @property
     def task(self) -> str:
         """The task's name; empty if there is none."""
-        return _task_of(self._all_data)
-
-    @property
-    def set_aside(self) -> list[str]:
-        """Keys with values of another task or script, which come back with it; not those that were set again."""
-        typed = [key for changes in self._changes_of.values() for key in changes if key not in self.changes]
-        return list(dict.fromkeys([*self._foreign_keys, *typed]))
-
-    @property
-    def _foreign_keys(self) -> list[str]:
-        """Keys of the text and of the changes that belong to another task or script than the present one."""
-        data = self._all_data
-        if _kind(data) == self._saved_kind:
-            return []  # an unknown key is the file's own error
-        written = _table(data, "task")
-        options = None if _has_script(data) else self._task_options(_task_of(data))
-        defaults = {one.name: value_text(one.default) for one in options or ()}
-        unknown = self._unknown_keys(data)
-        loop = [key for key in unknown if not key.startswith("task.")]
-        # Another task's value says nothing about this one: it stays only where it is this one's default.
-        return loop + [
-            key
-            for name, value in written.items()
-            if (key := f"task.{name}") in unknown
-            or (key not in self.changes and value_text(value) != defaults.get(name))
-        ]
+        return _task_of(self.data)
 
     def _unknown_keys(self, data: Mapping[str, Any]) -> list[str]:
         """Return the keys that the recipe has and its task or script does not take."""
-        other = Training if _has_script(data) else Script
-        unknown = [f"train.{name}" for name in _table(data, "train") if name in other.__struct_fields__]
+        unknown = _loop_keys_of_others(data)
         options = () if _has_script(data) else self._task_options(_task_of(data))
         if options is None:
             return unknown
@@ -196,15 +156,18 @@ class Draft:
 
     # Changes
 
-    def set(self, key: str, text: str) -> None:
-        """Set a field to typed text without validation; empty text removes the key, which means its default."""
-        self._edit(key, lambda: self._set(key, text))
+    def set(self, key: str, text: str) -> list[str]:
+        """Set a field to typed text without validation; empty text removes the key, which means its default.
+
+        Returns the keys that were removed because they belong to the task or script that was replaced by this.
+        """
+        return self._edit(key, lambda: self._set(key, text))
 
     def undo(self) -> str | None:
         """Undo the last edit since the recipe was opened or saved; return its key, None if there is no edit."""
         if not self._undo:
             return None
-        key, self.changes, text, self._changes_of = self._undo.pop()
+        key, self.changes, text = self._undo.pop()
         self._put_text(text)
         return key
 
@@ -212,18 +175,25 @@ class Draft:
         if text != self._text:
             self._text, self._source = text, parse(text, name=self.name)
 
-    def _edit(self, key: str, change: Callable[[], None]) -> None:
-        """Run a function that changes the recipe, and record the edit for ``undo``."""
-        before = dict(self.changes), self._text, dict(self._changes_of)
-        kind = _kind(self._all_data)
+    def _edit(self, key: str, change: Callable[[], None]) -> list[str]:
+        """Run a function that changes the recipe, and record the edit for ``undo``.
+
+        Another task or script begins with its defaults. Returns the keys that are removed for that.
+        """
+        before = dict(self.changes), self._text
+        kind = _kind(self.data)
         change()
-        if (self.changes, self._text) != before[:2]:
+        removed = self._keys_of_others() if _kind(self.data) != kind else []
+        self.changes = {key: value for key, value in self.changes.items() if key not in removed}
+        self._put_text(_without_keys(self._text, self._source.format, removed))
+        if (self.changes, self._text) != before:
             self._undo.append((key, *before))
-        if (now := _kind(self._all_data)) != kind:
-            if typed := {key: value for key, value in self.changes.items() if key.startswith("task.")}:
-                self._changes_of[kind] = typed
-            kept = {key: value for key, value in self.changes.items() if key not in typed}
-            self.changes = kept | self._changes_of.pop(now, {})
+        return removed
+
+    def _keys_of_others(self) -> list[str]:
+        """Return all options of tasks, and the keys of ``[train]`` that the recipe's task or script does not take."""
+        data = self.data
+        return [*_loop_keys_of_others(data), *(f"task.{name}" for name in _table(data, "task"))]
 
     def _set(self, key: str, text: str) -> None:
         node = NODE_KEY.fullmatch(key)
@@ -251,15 +221,6 @@ class Draft:
             self.changes.pop("cluster.nodes", None)
         else:
             self.changes["cluster.nodes"] = [dict(node) for node in nodes]
-
-    def settings_with(self, key: str, text: str) -> list[str]:
-        """Return ``settings`` after a change to ``text``, which is not empty, without making the change."""
-        before = dict(self.changes)
-        try:
-            self._set(key, text)
-            return self.settings
-        finally:
-            self.changes = before
 
     def reset(self, key: str) -> None:
         """Undo the change of a key; if it has none, remove the key from the recipe, which means its default."""
@@ -313,9 +274,7 @@ class Draft:
         """Continue from a saved text, without changes and edits to undo."""
         self._text, self.name = text, name
         self._source = parse(text, name=name)
-        self._saved_kind = _kind(self._source.data)
         self.changes.clear()
-        self._changes_of.clear()
         self._undo.clear()
 
     # Errors
@@ -347,10 +306,6 @@ def _value_at(data: Any, key: str) -> Any:
     return data
 
 
-def _settings(changes: Mapping[str, Any]) -> list[str]:
-    return [f"{key}={inline_toml(value)}" for key, value in changes.items()]
-
-
 def _table(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return a table of a recipe; an empty one for another value."""
     table = data.get(name)
@@ -366,12 +321,17 @@ def _has_script(data: Mapping[str, Any]) -> bool:
     return "script" in _table(data, "train")
 
 
+def _loop_keys_of_others(data: Mapping[str, Any]) -> list[str]:
+    """Return the keys of ``[train]`` that only a task takes where the recipe has a script, or the other way round."""
+    other = Training if _has_script(data) else Script
+    return [f"train.{name}" for name in _table(data, "train") if name in other.__struct_fields__]
+
+
 def _kind(data: Mapping[str, Any]) -> tuple[str, bool]:
     return _task_of(data), _has_script(data)
 
 
-@lru_cache(maxsize=8)
-def _without_keys(text: str, format: Literal["toml", "json"], keys: tuple[str, ...]) -> str:
+def _without_keys(text: str, format: Literal["toml", "json"], keys: Sequence[str]) -> str:
     """Return a recipe's text without some keys; the rest keeps its comments."""
     if not keys:
         return text

@@ -24,7 +24,6 @@ from gputrain_tui.recipe.command_launchers import (
 )
 from gputrain_tui.recipe.command_prefixes import read_prefixes
 from gputrain_tui.recipe.framework_launchers import LAUNCHERS
-from gputrain_tui.recipe.refused_launchers import require_translatable
 from gputrain_tui.recipe.shell_text import EXPANSION, require_no_expansion, shown
 from gputrain_tui.recipe.srun import SlurmStep, apply_step
 from trainer.contract.errors import RequestError, nearest, quoted
@@ -134,7 +133,7 @@ def _without_file(name: str, flags: dict[str, str]) -> str:
     return "" if name != "python" else ": write the program into a file"
 
 
-KNOWN = "torchrun, accelerate launch, deepspeed, fabric run, composer, colossalai run, srun or python"
+KNOWN = "torchrun, accelerate launch, deepspeed, fabric run, srun or python"
 
 
 def _program(argv: list[str]) -> tuple[str, str | None, list[str]]:
@@ -150,13 +149,18 @@ def _program(argv: list[str]) -> tuple[str, str | None, list[str]]:
             return "torch.distributed.launch", python, rest[2:]
         if module in MODULES:
             return MODULES[module], python, _after_launch(MODULES[module], rest[2:])
-        require_translatable(["-m", module], shown_as=f"python -m {module}")
         return "python", python, rest
     launcher = "fabric" if name == "lightning" else name.removesuffix("-launch")
     if launcher in LAUNCHERS and launcher != "torch.distributed.launch":
         return launcher, str(path.with_name("python")) if python else None, _after_launch(launcher, rest)
-    require_translatable(argv, shown_as=argv[0])
-    raise RequestError(f"{quoted(shown(argv[0]))} is not a known launcher: use {KNOWN}{nearest(name, LAUNCHERS)}")
+    if name.endswith(("sh", "bash", ".slurm", ".sbatch")):
+        advice = "a shell script may do anything: give init the line in it that starts torchrun or python"
+    else:
+        advice = (
+            f"use {KNOWN}{nearest(name, LAUNCHERS)}; of MPI, a container, a profiler or a remote shell give init the "
+            "command behind it, as torchrun --nproc-per-node N SCRIPT.py"
+        )
+    raise RequestError(f"{quoted(shown(argv[0]))} is not a known launcher: {advice}")
 
 
 MODULES = {
@@ -166,10 +170,8 @@ MODULES = {
     "deepspeed.launcher.runner": "deepspeed",
     "lightning.fabric.cli": "fabric",
     "lightning_fabric.cli": "fabric",
-    "composer.cli.launcher": "composer",
-    "colossalai.cli": "colossalai",
 }
-SUBCOMMANDS = {"accelerate": "launch", "fabric": "run", "colossalai": "run"}
+SUBCOMMANDS = {"accelerate": "launch", "fabric": "run"}
 """Launchers that are one command of several of their program."""
 
 

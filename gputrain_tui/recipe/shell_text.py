@@ -36,19 +36,6 @@ _PROMPT = re.compile(
 )
 """A prompt of a shell or a notebook at the beginning of a line; a bare ``#`` is a comment."""
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-NOT_FOR_A_RECIPE = {
-    "cd": "go to that folder, and give init the command that follows there",
-    "pip": "install first, and give init the command that trains",
-    **dict.fromkeys(
-        ("source", ".", "conda", "module", "ml", "ulimit"),
-        "do that in the shell of gputrain, or name it in cluster.setup of the recipe, and give init the command alone",
-    ),
-    **dict.fromkeys(
-        ("for", "while", "until", "if", "case", "function", "do"),
-        "a recipe is one command: give init the one that trains, with the values of its variables",
-    ),
-}
-"""Beginnings of commands beside the one that trains → what to do."""
 
 
 @dataclass(kw_only=True)
@@ -124,10 +111,8 @@ def shown(text: str) -> str:
 def _not_one(commands: list[_Simple]) -> str:
     if not commands:
         return "no command is given; paste one, such as: torchrun --nproc-per-node 4 train.py"
-    known = next((each for each in commands if each.words[0] in NOT_FOR_A_RECIPE), None)
-    if known is not None:
-        return f"{quoted(shown(' '.join(known.words)))} cannot be part of a recipe: {NOT_FOR_A_RECIPE[known.words[0]]}"
-    return f"{len(commands)} commands are given; paste one, such as: torchrun --nproc-per-node 4 train.py"
+    texts = ", ".join(quoted(shown(" ".join(each.words))) for each in commands[:4])
+    return f"{len(commands)} commands are given; paste one, and do the others in the shell first: {texts}"
 
 
 def _sets_variables(words: list[str], variables: dict[str, str], exported: dict[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""``gputrain init``: a recipe from a command on the line or on standard input, and from questions on a terminal."""
+"""``gputrain init``: a recipe from a command on the line or on standard input, and as an answer on a terminal."""
 
 from __future__ import annotations
 
@@ -76,18 +76,20 @@ def test_the_comment_with_the_command_shows_no_value_that_may_be_a_secret(
     ("answers", "file", "content"),
     [
         (
-            ["", "train", "train.py", "--lr 0.1", "gpu1,gpu2", "two", "2 cpu"],
+            ["", "train", "trian.py", "train.py --lr 0.1"],
             "train.toml",
-            {'args = ["--lr", "0.1"]', 'host = "gpu2"', "cpu_ranks = 2"},
+            {'script = "train.py"', 'args = ["--lr", "0.1"]', "ranks = 1"},
         ),
-        (["", "docnn", "data/train.tsv", "3", "", "all"], "docnn.toml", {'task = "docnn"', "max_epochs = 3"}),
+        (["docnn", "", "data/train.tsv"], "docnn.toml", {'task = "docnn"', 'train_path = "data/train.tsv"'}),
         (["torchrun --nproc-per-node 2 \\", "  fit.py"], "fit.toml", {'script = "fit.py"', "ranks = 2"}),
     ],
     ids=["script", "task", "paste"],
 )
-def test_questions_on_a_terminal_become_a_recipe(
+def test_an_answer_on_a_terminal_becomes_a_recipe(
     tmp_path: Path, answers: list[str], file: str, content: set[str]
 ) -> None:
+    for name in ("train.py", "fit.py"):
+        (tmp_path / name).touch()
     master, terminal = pty.openpty()
     try:
         process = subprocess.Popen(

@@ -44,40 +44,37 @@ def text_of(widget: Canvas) -> str:
 
 
 @in_loop
-async def test_another_task_sets_keys_aside_says_so_and_undo_brings_them_back() -> None:
+async def test_another_task_names_the_keys_that_it_removes_and_undo_brings_them_back() -> None:
     async with open_launch_screen((120, 40)) as (app, pilot, screen):
         await set_field(pilot, screen, "train.task", "mnist")
-        line = "set aside, as they were set for another task or script: data, context, dim, layers, heads, sample_bytes"
-        assert line in text_of(screen.query_one("#detail", Canvas))
+        line = "removed, as they were set for another task or script: data, context, dim, layers, heads, sample_bytes"
         assert any(line in toast for toast in toasts(app))
         assert "context is not known" not in screen_text(app)
         app.clear_notifications()
         await pilot.press("u")
         await settle(pilot)
-        assert "set aside" not in screen_text(app)
         assert screen.draft.text == TEXT
         assert "✓ ready" in screen_text(app)
 
 
 @in_loop
-async def test_keys_that_a_users_task_lacks_are_set_aside_once_its_options_are_known(folder: Path) -> None:
+async def test_the_options_of_a_users_task_are_shown_once_they_are_known(folder: Path) -> None:
     (folder / "mlp.py").write_text(USERS_TASK)
     async with open_launch_screen((120, 40)) as (app, pilot, screen):
         await set_field(pilot, screen, "train.task", "mlp.py:Mlp")
-        assert screen.draft.set_aside == [f"task.{key}" for key in tomllib.loads(TEXT)["task"]]
         assert {"task.width"} == {field.key for field in screen.draft.fields() if field.key.startswith("task.")}
         assert "is not known" not in screen_text(app)
 
 
 @in_loop
-async def test_a_recipe_of_another_task_is_saved_without_what_was_set_aside(folder: Path) -> None:
+async def test_a_recipe_of_another_task_is_saved_without_the_keys_of_the_former_one(folder: Path) -> None:
     async with open_launch_screen((120, 40)) as (_app, pilot, screen):
         await set_field(pilot, screen, "train.task", "mnist")
         await set_field(pilot, screen, "task.data", "digits 🙂")
         await pilot.press("s")
         text = (folder / "recipes" / "tiny.toml").read_text()
         assert tomllib.loads(text)["task"] == {"data": "digits 🙂"}
-        assert "# beside it" in text
+        assert "# here" in text
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from gputrain_tui.console.widgets.band_chart import BandChart
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.overlay_chart import CurveReader
 from gputrain_tui.console.widgets.rank_grid import RankGrid
-from gputrain_tui.console.widgets.stack_view import StackView
 from gputrain_tui.history.record_tail import last_steps
 from gputrain_tui.history.run_folders import Run, list_runs
 from gputrain_tui.history.status_file import write_status
@@ -156,22 +155,26 @@ def test_a_zoomed_panel_has_everything() -> None:
 
 
 @pytest.mark.parametrize("size", [(20, 6), (78, 21), (118, 37), (198, 57)])
-@pytest.mark.parametrize("below", ["loss", "log", "stack", "groups"])
-@pytest.mark.parametrize("beside", ["stack", "groups"])
-def test_panels_of_a_rank_never_overlap(size: tuple[int, int], below: str, beside: str) -> None:
-    placed = arrange_rank(*size, facts=8, below=below, beside=beside)
+@pytest.mark.parametrize("below", ["loss", "log", "groups"])
+@pytest.mark.parametrize("in_groups", [True, False])
+def test_panels_of_a_rank_never_overlap(size: tuple[int, int], below: str, in_groups: bool) -> None:
+    placed = arrange_rank(*size, facts=8, below=below, in_groups=in_groups)
     for one, two in combinations(placed.values(), 2):
         assert not one.overlaps(two)
     assert below in placed
 
 
 def test_a_rank_shows_as_many_panels_as_can_be_read() -> None:
-    assert set(arrange_rank(58, 15, facts=8, below="loss")) == {"facts", "loss"}
-    assert set(arrange_rank(78, 21, facts=8, below="sync")) == {"facts", "loss", "sync"}
-    assert set(arrange_rank(78, 21, facts=8, below="stack")) == {"facts", "stack"}
-    assert {"log", "groups"} <= arrange_rank(198, 57, facts=8, below="loss", beside="groups").keys()
-    assert set(arrange_rank(118, 21, facts=7, below="loss")) == {"facts", "loss", "sync", "step"}
-    assert set(arrange_rank(78, 57, facts=8, below="stack")) == {"facts", "loss", "sync", "step", "stack"}
+    def placed(width: int, height: int, below: str, *, in_groups: bool = False) -> set[str]:
+        return set(arrange_rank(width, height, facts=8, below=below, in_groups=in_groups))
+
+    assert placed(58, 15, "loss") == {"facts", "loss"}
+    assert placed(78, 21, "sync") == {"facts", "loss", "sync"}
+    assert placed(78, 21, "groups") == {"facts", "groups"}
+    assert placed(198, 57, "loss") == {"facts", "loss", "sync", "step", "log"}
+    assert placed(198, 57, "loss", in_groups=True) == {"facts", "loss", "sync", "step", "log", "groups"}
+    assert placed(118, 21, "loss") == {"facts", "loss", "sync", "step"}
+    assert placed(78, 57, "groups") == {"facts", "loss", "sync", "step", "groups"}
 
 
 @pytest.mark.parametrize("place", ["run", "rank"])
@@ -363,20 +366,23 @@ async def test_the_next_rank_is_a_key_away(tmp_path: Path) -> None:
 
 
 @played
-async def test_a_stack_is_asked_for_and_shown_when_it_is_in_the_record(tmp_path: Path) -> None:
+async def test_the_stack_of_a_rank_is_asked_for_and_shown_when_it_is_in_the_record(tmp_path: Path) -> None:
     app = console(run := straggler(tmp_path))
     async with app.run_test(size=(120, 40)) as pilot:
         await settle(pilot)
         await press(pilot, "enter", "K")
-        assert app.screen.query_one(StackView).display
-        assert "requested the stack of rank 0" in "\n".join(rows(app))
+        assert "0 of 1 have answered" in "\n".join(rows(app))
         request = read_stack_request(run.dir)
-        thread = ThreadStack("MainThread", [CodeFrame("train.py", 8, "augment", True)])
-        answer = RankStacks(time=NOW, rank=0, request=request, threads=[thread])
         with run.dir.node_events(0).open("ab") as file:
-            file.write(encode_event(answer))
+            for rank, function in enumerate(("augment", "other")):
+                thread = ThreadStack("MainThread", [CodeFrame("train.py", 8, function, True)])
+                file.write(encode_event(RankStacks(time=NOW, rank=rank, request=request, threads=[thread])))
         await settle(pilot)
-        assert "augment  train.py:8" in "\n".join(rows(app))
+        text = "\n".join(rows(app))
+        assert "train.py:8 in augment" in text
+        assert "other" not in text
+        await press(pilot, "escape")
+        assert isinstance(app.screen, RankScreen)
 
 
 @played

@@ -26,10 +26,9 @@ from gputrain_tui.console.screens.cluster_screen import ClusterScreen
 from gputrain_tui.console.screens.history_screen import HistoryScreen
 from gputrain_tui.console.screens.launch_screen import LaunchScreen
 from gputrain_tui.console.screens.run_screen import RunScreen
-from gputrain_tui.console.widgets.stack_view import StackView
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.recipe.build import build
-from trainer.contract.record import CodeFrame, NodeSample, RankSample, ThreadStack
+from trainer.contract.record import NodeSample, RankSample
 
 THEMES = {
     "dark": "textual-dark",
@@ -158,17 +157,6 @@ def zoomed(key: str) -> Play:
     return play
 
 
-async def stack(pilot: Pilot[Any]) -> None:
-    await press(pilot, *["down"] * 6, "enter", "K")
-    frames = [
-        CodeFrame("torch/autograd/graph.py", 829, "_engine_run_backward"),
-        CodeFrame("torch/_tensor.py", 647, "backward"),
-        CodeFrame("train.py", 212, "step", True),
-    ]
-    pilot.app.screen.query_one(StackView).show([ThreadStack("MainThread", frames)], "rank 5 at 12:00:00")
-    await settle(pilot)
-
-
 async def history(pilot: Pilot[Any]) -> None:
     run_dir(RUNS, "slow", started=T0, lr=0.01)
     run_dir(RUNS, "fast", started=T0 + 100, lr=0.2, steps=80)
@@ -273,7 +261,6 @@ SCENES = {
     "run": Scene(keys(*["down"] * 14), three_nodes),
     "rank": Scene(keys("down", "down", "enter"), straggler),
     "rank_failed": Scene(keys("enter"), failed),
-    "rank_stack": Scene(stack, straggler),
     "help": Scene(keys("question_mark"), straggler),
     "confirm": Scene(keys("S"), straggler),
     "palette": Scene(keys("ctrl+p"), straggler),

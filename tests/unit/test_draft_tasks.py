@@ -19,7 +19,7 @@ from gputrain_tui.recipe.toml_writer import dump_toml
 from gputrain_tui.recipe.values import value_text
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
-from trainer.contract.schema import Option, describe
+from trainer.contract.schema import describe
 
 TEXT = """# What it is for.
 name = "one"
@@ -46,51 +46,18 @@ def field(draft: Draft, key: str) -> Field:
 
 # The task is changed
 
-USERS_OPTIONS = (Option(name="width", kind="int", default=32, help="units"),)
-
 
 @pytest.mark.parametrize("as_json", [False, True])
 @pytest.mark.parametrize("task", ["mnist", "masked_lm", "docnn", "mlp.py:Mlp"])
-def test_keys_of_the_former_task_are_set_aside_and_undone_with_the_task(task: str, as_json: bool) -> None:
-    text = json.dumps(tomllib.loads(TEXT)) if as_json else TEXT
-    one = draft(text)
-    one.add_task("mlp.py:Mlp", USERS_OPTIONS)
-    one.set("task.dim", "64")
+def test_another_task_begins_with_its_defaults_and_undo_brings_the_former_keys_back(task: str, as_json: bool) -> None:
+    one = draft(json.dumps(tomllib.loads(TEXT)) if as_json else TEXT)
+    assert one.set("task.dim", "64") == []
     before = one.text, one.settings, [(field.key, field.text) for field in one.fields()]
-    one.set("train.task", task)
-    known = {field.key for field in one.fields() if field.group == "Task"}
-    taken = override(parse(one.text, name="one.toml").data, one.settings)[0].get("task", {})
-    assert {f"task.{name}" for name in taken} <= known, "preflight refuses what the form does not show"
-    assert set(one.set_aside) == {"task.data", "task.dim"}
+    assert set(one.set("train.task", task)) == {"task.data", "task.dim"}
+    assert not override(parse(one.text, name="one.toml").data, one.settings)[0].get("task")
+    assert field(one, "train.lr").text == "0.1"
     assert one.undo() == "train.task"
     assert (one.text, one.settings, [(field.key, field.text) for field in one.fields()]) == before
-    assert one.set_aside == []
-
-
-def test_a_key_that_both_tasks_have_does_not_carry_the_value_of_another_task() -> None:
-    one = draft(TEXT.replace('task = "lm"', 'task = "docnn"').replace('data = "stdlib"', 'train_path = "a.tsv"\n'))
-    one.set("task.dropout", "0.3")
-    one.set("train.task", "lm")
-    assert set(one.set_aside) == {"task.train_path", "task.dropout"}
-    assert not [setting for setting in one.settings if setting.startswith("task.")]
-    assert field(one, "task.dropout").text == value_text(field(one, "task.dropout").option.default) != "0.3"
-    one.set("task.dropout", "0.2")
-    assert one.set_aside == ["task.train_path"], "it was set again"
-    one.set("train.task", "docnn")
-    assert (field(one, "task.dropout").text, one.set_aside) == ("0.3", [])
-    one.set("train.task", "lm")
-    assert field(one, "task.dropout").text == "0.2"
-    keys = [one.undo() for _ in range(5)]
-    assert keys == ["train.task", "train.task", "task.dropout", "train.task", "task.dropout"]
-    assert (one.changes, one.set_aside, one.undo()) == ({}, [], None)
-
-
-def test_a_value_in_the_file_stays_with_its_task_unless_it_is_the_default_of_the_new_one() -> None:
-    written = 'dropout = 0.1\nvalid_fraction = 0.2\npattern = ["*.txt", "*.md", "*.py"]\n'
-    one = draft(TEXT.replace('data = "stdlib"', written))
-    one.set("train.task", "masked_lm")
-    assert one.set_aside == ["task.valid_fraction"]
-    build(one.text, name=one.name, overrides=[*one.settings, "task.data=x"])
 
 
 def test_the_way_to_a_task_leaves_no_trace() -> None:
@@ -100,11 +67,9 @@ def test_the_way_to_a_task_leaves_no_trace() -> None:
         one.set("train.task", task)
     other.set("train.task", "masked_lm")
     assert (one.text, one.settings) == (other.text, other.settings)
-    one.set("train.task", "lm")
-    assert (one.text, one.settings) == (TEXT, [])
 
 
-def test_a_saved_recipe_of_another_task_has_the_comments_and_not_the_keys_set_aside() -> None:
+def test_a_saved_recipe_of_another_task_has_the_comments_and_not_the_former_keys() -> None:
     one = draft()
     one.set("train.task", "mnist")
     one.set("task.data", "digits")
@@ -112,13 +77,11 @@ def test_a_saved_recipe_of_another_task_has_the_comments_and_not_the_keys_set_as
     assert "dim" not in saved
     assert "# two of them" in saved
     one.mark_saved(saved, name="two.toml")
-    assert one.set_aside == []
     assert field(one, "task.data").text == "digits"
 
 
 def test_a_wrong_key_of_the_file_itself_is_shown_and_can_be_removed() -> None:
     one = draft(TEXT + "dimm = 3\n")
-    assert one.set_aside == [], "only a change of the task sets keys aside"
     assert field(one, "task.dimm").text == "3"
     one.reset("task.dimm")
     build(one.text, name=one.name, overrides=one.settings)
@@ -144,8 +107,7 @@ def test_a_key_that_a_script_does_not_take_is_shown_where_the_file_has_it() -> N
 def test_without_its_script_a_recipe_may_get_a_task() -> None:
     text = '[train]\nscript = "train.py"\nargs = ["--x", "1"]\n'
     one = draft(text)
-    one.set("train.script", "")
-    assert one.set_aside == ["train.args"]
+    assert one.set("train.script", "") == ["train.args"]
     with pytest.raises(RequestError, match=r"train\.task is missing: .*mnist"):
         build(one.text, name=one.name, overrides=one.settings)
     one.set("train.task", "mnist")

@@ -22,17 +22,17 @@ from gputrain_tui.plain_markdown import tables_as_code
 MOVING = {
     "run": (
         ("↑ ↓ k j", "Move through the table, the findings or the log"),
-        ("gg G", "Go to the first or last line (home, end); g alone is Sync"),
+        ("home end G", "Go to the first or last line"),
         ("⇥", "Focus the next panel"),
         ("click", "Select a rank (twice: open it); on a title, sort by it"),
     ),
     "stacks": (
         ("↑ ↓ k j", "Scroll the stacks"),
-        ("gg G", "Go to the first or last line"),
+        ("home end G", "Go to the first or last line"),
     ),
     "rank": (
         ("↑ ↓ k j", "Scroll the stack or the log"),
-        ("gg G", "Go to the first or last line"),
+        ("home end G", "Go to the first or last line"),
         ("⇥", "Focus the next panel"),
     ),
     **dict.fromkeys(
@@ -40,7 +40,7 @@ MOVING = {
         (
             ("↑ ↓ k j", "Move through the list"),
             ("pgup pgdn", "Move by a page"),
-            ("home end gg G", "Go to the first or last line"),
+            ("home end G", "Go to the first or last line"),
         ),
     ),
 }

@@ -12,7 +12,7 @@ from textual.widget import Widget
 from textual.widgets import Input, Static
 
 from gputrain_tui import paths
-from gputrain_tui.console.screens.recipe_page import NEW_LABEL, RecipePage, set_aside_text
+from gputrain_tui.console.screens.recipe_page import NEW_LABEL, RecipePage
 from gputrain_tui.console.screens.start_and_stop import launch
 from gputrain_tui.console.widgets.canvas import Copyable
 from gputrain_tui.console.widgets.form import Form
@@ -99,14 +99,11 @@ class LaunchScreen(RecipePage):
         return True
 
     def _set(self, key: str, text: str) -> None:
-        """Set a field, and name the keys that this sets aside."""
-        draft = self.draft
-        if draft is None:
-            return
-        before = draft.set_aside
-        draft.set(key, text)
-        if draft.set_aside not in (before, []):
-            self.console.report(set_aside_text(draft))
+        """Set a field, and name the keys that another task or script does not keep."""
+        removed = self.draft.set(key, text) if self.draft is not None else []
+        if removed:
+            names = ", ".join(name.partition(".")[2] for name in removed)
+            self.console.report(f"removed, as they were set for another task or script: {names} (u undoes)")
 
     @work(exclusive=True, group="new")
     async def _write_new(self, typed: str) -> None:

@@ -1,8 +1,7 @@
-"""Rank screen: figures, charts and log of one rank, and on request its Python stack."""
+"""Rank screen: figures, charts and log of one rank."""
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, ClassVar
 
 from textual.app import ComposeResult
@@ -25,9 +24,6 @@ from gputrain_tui.console.widgets.log_view import LogView
 from gputrain_tui.console.widgets.rank_facts import RankFacts, facts, facts_height
 from gputrain_tui.console.widgets.root_cause import RootCause, failure_text
 from gputrain_tui.console.widgets.run_header import RunHeader
-from gputrain_tui.console.widgets.stack_view import StackView
-from gputrain_tui.lifecycle.stack_request import TIMEOUT_S, request_stacks
-from trainer.contract.record import RankStacks
 
 if TYPE_CHECKING:
     from gputrain_tui.lifecycle.live_run import LiveRun
@@ -35,14 +31,11 @@ if TYPE_CHECKING:
 CHART_IDS = ("loss", "sync", "step")
 
 
-TEXT_IDS = ("log", "stack", "groups")
-
-
-def arrange_rank(width: int, height: int, *, facts: int, below: str, beside: str = "stack") -> dict[str, Region]:
+def arrange_rank(width: int, height: int, *, facts: int, below: str, in_groups: bool) -> dict[str, Region]:
     """Return the visible panels and their regions in an area.
 
     ``facts``: lines of the figures, which stand on top; ``below``: the panel shown last by its key, visible below them;
-    ``beside``: the text panel beside the log where there is room for both, if ``below`` is none.
+    ``in_groups``: whether the rank has collectives, which stand beside the log where there is room for both.
     """
     if width < 1 or height < 1:
         return {}
@@ -58,7 +51,6 @@ def arrange_rank(width: int, height: int, *, facts: int, below: str, beside: str
         elif below not in order:
             order[-1] = below
         return {"facts": top, **place_in_grid(rest, order, columns)}
-    text = below if below in TEXT_IDS else "log"
     charts, bottom = rest.split_horizontal(rest.height // 2)
     each = (width - 2 * GAP_CELLS) // 3
     placed = {
@@ -67,12 +59,11 @@ def arrange_rank(width: int, height: int, *, facts: int, below: str, beside: str
         )
         for index, name in enumerate(CHART_IDS)
     }
-    if size == "wide":
-        log, right = bottom.split_vertical(width // 2 if beside == "groups" else width * 3 // 5)
-        beside = text if text != "log" else beside
-        return {"facts": top, **placed, "log": log,
-                beside: Region(right.x + GAP_CELLS, right.y, right.width - GAP_CELLS, right.height)}  # fmt: skip
-    return {"facts": top, **placed, text: bottom}
+    if size == "wide" and (in_groups or below == "groups"):
+        log, right = bottom.split_vertical(width // 2)
+        groups = Region(right.x + GAP_CELLS, right.y, right.width - GAP_CELLS, right.height)
+        return {"facts": top, **placed, "log": log, "groups": groups}
+    return {"facts": top, **placed, "groups" if below == "groups" else "log": bottom}
 
 
 class RankScreen(ChartScreen):
@@ -88,9 +79,6 @@ class RankScreen(ChartScreen):
         self.rank = rank
         self.choice = "loss"
         """The panel shown last by its key."""
-        self._request = ""
-        """Request for stacks whose answer is awaited; empty if none is."""
-        self._requested_at = 0.0
         self._in_groups = False
         """Whether the panels are placed for a rank with collectives in process groups."""
 
@@ -102,7 +90,6 @@ class RankScreen(ChartScreen):
             yield self.band_chart("loss", id="loss")
             yield self.band_chart("sync_exposed_ms", id="sync")
             yield self.band_chart("step_ms", id="step")
-            yield StackView(id="stack")
             yield CollectivesView(live, self.rank, id="groups")
             yield LogView(live.run.dir, rank=self.rank, live=live, id="log")
         yield KeyBar(self.PLACE, over=lambda: live.over)
@@ -112,7 +99,6 @@ class RankScreen(ChartScreen):
         self.place_panels()
 
     def tick(self) -> None:
-        self._show_arrived_stack()
         if self._in_groups != self._has_groups():
             self.place_panels()
         super().tick()
@@ -121,10 +107,9 @@ class RankScreen(ChartScreen):
         width, height = self.panel_size
         count = len(facts(self.live.state, self.rank, 0.0))
         self._in_groups = self._has_groups()
-        beside = "groups" if self._in_groups else "stack"
-        self.query_one(PanelContainer).place(
-            arrange_rank(width, height, facts=facts_height(width, count), below=self.choice, beside=beside)
-        )
+        lines = facts_height(width, count)
+        placed = arrange_rank(width, height, facts=lines, below=self.choice, in_groups=self._in_groups)
+        self.query_one(PanelContainer).place(placed)
 
     def _has_groups(self) -> bool:
         view = self.live.state.ranks.get(self.rank)
@@ -141,12 +126,10 @@ class RankScreen(ChartScreen):
             widget.focus()
 
     @property
-    def _text(self) -> StackView | CollectivesView | LogView:
-        """The text panel that keys scroll: stack or collectives if they were shown last, else the log."""
-        for name, panel in (("stack", self.query_one(StackView)), ("groups", self.query_one(CollectivesView))):
-            if panel.display and self.choice == name:
-                return panel
-        return self.query_one(LogView)
+    def _text(self) -> CollectivesView | LogView:
+        """The text panel that keys scroll: the collectives if they were shown last, else the log."""
+        groups = self.query_one(CollectivesView)
+        return groups if groups.display and self.choice == "groups" else self.query_one(LogView)
 
     def action_scroll_by(self, lines: int) -> None:
         self._text.wheel(lines)
@@ -155,14 +138,13 @@ class RankScreen(ChartScreen):
         self._text.action_edge(side)
 
     def copyable(self) -> Copyable | None:
-        """Return the stack or collectives shown last, else the rank's failure, else the line under the log's cursor."""
+        """Return the collectives if they were shown last, else the rank's failure, else a line of the log."""
         if self.choice == "groups" and (shown := self.query_one(CollectivesView).copyable()) is not None:
             return shown
         failure = self.live.state.rank(self.rank).failure
-        stack = self.query_one(StackView).copyable()
-        if stack is None and failure is not None:
+        if failure is not None:
             return Copyable(failure_text(RootCause(failure=failure)), "the failure")
-        return stack or self.query_one(LogView).copyable()
+        return self.query_one(LogView).copyable()
 
     def action_back(self) -> None:
         if not self.view_back():
@@ -170,8 +152,6 @@ class RankScreen(ChartScreen):
 
     def _go_to(self, rank: int) -> None:
         self.rank = rank
-        self._request = ""
-        self.query_one(StackView).show([])
         self.query_one(LogView).show_rank(self.rank)
         self.query_one(CollectivesView).show_rank(self.rank)
         self._highlight_rank(self.rank)
@@ -192,39 +172,7 @@ class RankScreen(ChartScreen):
             self._go_to(next((rank for rank in flagged if rank > self.rank), flagged[0]))
 
     def action_stack(self) -> None:
-        """Ask the run's ranks for their Python stacks, and show that of this rank."""
-        self.choice = "stack"
-        self.place_panels()
-        view = self.query_one(StackView)
-        self._request = ""
-        if self.live.state.ended is not None:
-            self._show_stack(self.live.state.stacks.get(self.rank), "the run has ended")
-            return
-        try:
-            self._request = request_stacks(self.live.run.dir)
-        except OSError as error:
-            view.show([], f"{self.live.run.dir.stack_request} cannot be written: {error.strerror}")
-            return
-        self._requested_at = time.monotonic()
-        view.show([], f"requested the stack of rank {self.rank}")
+        """Ask the rank's process for its Python stack, and show it."""
+        from gputrain_tui.console.screens.stacks_screen import StacksScreen
 
-    def _show_arrived_stack(self) -> None:
-        """Show the stack once it is in the record, or after the time-out that no answer came."""
-        if not self._request:
-            return
-        answer = self.live.state.stacks.get(self.rank)
-        if answer is not None and answer.request >= self._request:
-            self._request = ""
-            self._show_stack(answer, "")
-        elif time.monotonic() - self._requested_at > TIMEOUT_S:
-            self._request = ""
-            view = self.query_one(StackView)
-            view.show([], f"no answer from rank {self.rank}: its node agent or its host does not answer")
-
-    def _show_stack(self, answer: RankStacks | None, note: str) -> None:
-        if answer is None:
-            self.query_one(StackView).show([], f"{note}; its record has no stack of rank {self.rank}")
-            return
-        at = time.strftime("%H:%M:%S", time.localtime(answer.time))
-        title = "; ".join(text for text in (f"rank {self.rank} at {at}", answer.problem, note) if text)
-        self.query_one(StackView).show(answer.threads, title)
+        self.app.push_screen(StacksScreen(self.live, rank=self.rank))

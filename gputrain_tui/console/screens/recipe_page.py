@@ -35,12 +35,6 @@ TALL_LINES = 32
 NEW_LABEL = "new recipe for"
 
 
-def set_aside_text(draft: Draft) -> str:
-    """Return the line for the keys that another choice of the task has set aside."""
-    names = ", ".join(key.partition(".")[2] for key in draft.set_aside)
-    return f"set aside, as they were set for another task or script: {names} (undo brings them back)"
-
-
 class RecipePage(Page):
     """Screen of a recipe with its plan and preflight; a subclass edits the recipe."""
 
@@ -199,8 +193,6 @@ class RecipePage(Page):
         for field in self._fields:
             if field.changed and (problem := draft.problem(field, field.text)):
                 self._messages[field.key] = FieldMessage(problem)
-        if draft.set_aside:
-            self._messages.setdefault("train.task", FieldMessage(set_aside_text(draft), "note"))
         changes = len(draft.changes)
         notes = [f"/{self.form.search}"] if self.form.search else []
         if changes:
@@ -219,9 +211,6 @@ class RecipePage(Page):
         if typed is not None and isinstance(self._prompt_for, Field) and draft is not None:
             field = self._prompt_for
             message = FieldMessage(problem) if typed and (problem := draft.problem(field, typed)) else None
-            # A task would be imported by a process, a host contacted over ssh.
-            if typed and message is None and field.name not in ("task", "host"):
-                self._try_typed(draft, field, typed)
         self.query_one(FieldDetail).show(field, message)
 
     def _validate_soon(self) -> None:
@@ -235,19 +224,14 @@ class RecipePage(Page):
         """Validate a draft; facts of other hosts may be ``hosts_max_age_s`` old."""
         while True:
             text, settings = draft.text, draft.settings
-            result = await self._validated(draft, settings, hosts_max_age_s=hosts_max_age_s)
+            result = await asyncio.to_thread(
+                self._validate, draft.text, name=draft.name, settings=settings, task=draft.task,
+                hosts_max_age_s=hosts_max_age_s,
+            )  # fmt: skip
             if result.task_options is not None:
-                draft.add_task(result.task, result.task_options)  # keys that this task lacks are set aside from now on
+                draft.add_task(result.task, result.task_options)
             if (draft.text, draft.settings) == (text, settings):
                 return result
-
-    async def _validated(
-        self, draft: Draft, settings: list[str], *, hosts_max_age_s: float = HOSTS_MAX_AGE_S
-    ) -> ValidatedRecipe:
-        return await asyncio.to_thread(
-            self._validate, draft.text, name=draft.name, settings=settings, task=draft.task,
-            hosts_max_age_s=hosts_max_age_s,
-        )  # fmt: skip
 
     @work(exclusive=True, group="draft")
     async def _validate_draft(self) -> None:
@@ -265,19 +249,6 @@ class RecipePage(Page):
         self.plan_view.show(result.plan, "" if result.plan else result.problem.removeprefix("--set "))
         self.preflight.show(result.results, result.problem.removeprefix("--set "))
         self._share_lines()
-
-    @work(exclusive=True, group="typed")
-    async def _try_typed(self, draft: Draft, field: Field, typed: str) -> None:
-        """Validate the recipe with the typed text, and show the result if the text is still the same.
-
-        Not if the recipe names hosts: they would be contacted at every key.
-        """
-        if any(node.get("host") for node in draft.nodes()):
-            return
-        await asyncio.sleep(self._debounce_s)
-        result = await self._validated(draft, draft.settings_with(field.key, typed))
-        if self._prompt_for is field and self.editor.value == typed:
-            self.query_one(FieldDetail).show(field, result.messages([field]).get(field.key))
 
     # Cursor
 

@@ -1,4 +1,4 @@
-"""Stacks screen: the Python stacks of all ranks of a run, asked for as it opens, equal ones together."""
+"""Stacks screen: the Python stacks of all ranks of a run or of one, asked for as it opens, equal ones together."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ class StacksScreen(ConsoleScreen):
     AUTO_FOCUS = "#stacks"
     BINDINGS: ClassVar[list[BindingType]] = [*SCROLL_KEYS]
 
-    def __init__(self, live: LiveRun) -> None:
+    def __init__(self, live: LiveRun, *, rank: int | None = None) -> None:
+        """Make the screen of a run; ``rank``: the only one whose stack is shown, None for all."""
         super().__init__()
         self.live = live
+        self._rank = rank
         self._request = ""
         """The request whose answers are shown; empty: the newest answer of each rank in the record is."""
         self._requested_at = 0.0
@@ -65,8 +67,9 @@ class StacksScreen(ConsoleScreen):
 
     def _show(self) -> None:
         state = self.live.state
-        answers = [each for each in state.stacks.values() if each.request >= self._request]
-        silent = sorted(set(state.ranks) - {each.rank for each in answers})
+        ranks = set(state.ranks) if self._rank is None else {self._rank}
+        answers = [each for each in state.stacks.values() if each.request >= self._request and each.rank in ranks]
+        silent = sorted(ranks - {each.rank for each in answers})
         self.query_one(GroupsView).show_groups(group_stacks(answers), self._note(len(answers), silent))
 
     def _note(self, answered: int, silent: list[int]) -> str:
@@ -78,7 +81,7 @@ class StacksScreen(ConsoleScreen):
             return f"{self.live.id} has ended; {recorded}"
         at = time.strftime("%H:%M:%S", time.localtime(int(self._request) / 1e9))
         if not silent:
-            return f"{answered} of {answered} ranks at {at}"
+            return f"{answered} rank{'s' * (answered != 1)} at {at}"
         if not self.live.over and time.monotonic() - self._requested_at < TIMEOUT_S:
             return f"asked at {at}; {answered} of {answered + len(silent)} have answered"
         return f"no answer from {ranks_text(silent)}: ended, or its node agent or host does not answer"
