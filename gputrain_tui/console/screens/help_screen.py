@@ -68,7 +68,7 @@ WITH_LOG = ("run", "rank")
 
 TOPICS = {
     "run": "numbers", "rank": "numbers", "compare": "numbers", "findings": "findings", "stacks": "findings",
-    "hardware": "gpus", "log": "record", "cluster": "gpus", "launch": "recipe", "welcome": "recipe",
+    "hardware": "gpus", "log": "record", "cluster": "gpus", "launch": "recipe",
     "history": "record",
 }  # fmt: skip
 """Topic of the help by screen, or by the id of the focused panel of a run."""
