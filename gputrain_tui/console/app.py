@@ -77,7 +77,6 @@ class GputrainApp(OrderedKeys):
         "cluster": partial(_screen, "cluster_screen", "ClusterScreen"),
         "launch": partial(_screen, "launch_screen", "LaunchScreen"),
         "history": partial(_screen, "history_screen", "HistoryScreen"),
-        "welcome": partial(_screen, "welcome", "WelcomeScreen"),
     }
 
     def __init__(
@@ -89,17 +88,16 @@ class GputrainApp(OrderedKeys):
         follow: Callable[[Run], LiveRun] = LiveRun,
         clocked: bool = True,
         hosts: tuple[HostEntry, ...] = (),
-        hostfile: str = "",
     ) -> None:
         """Make the console.
 
         ``run`` is opened at once; ``fps``: most repaints per second; ``clocked``: whether a timer calls ``poll``, which
-        a test calls itself; with ``hosts``, of the file ``hostfile``, the console begins with the cluster screen.
+        a test calls itself; with ``hosts``, of a hostfile, the console begins with the cluster screen.
         """
         # NO_COLOR: do not convert the terminal's own colours, since the converted greys would be colours too.
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
         self.live: LiveRun | None = None
-        self.session = LaunchSession(hosts=hosts, hostfile=hostfile)
+        self.session = LaunchSession(hosts=hosts)
         self._leaving = False
         self._reported_at = math.inf
         """Time of the last notification, on the clock of events."""
@@ -136,7 +134,7 @@ class GputrainApp(OrderedKeys):
         if first is not None:
             await self.open_run(first)
         else:
-            await self.switch_mode("cluster" if self.session.hosts else "history" if runs else "welcome")
+            await self.switch_mode("cluster" if self.session.hosts else "history")
 
     async def on_event(self, event: events.Event) -> None:
         """Drop keys and clicks after the exit: they are meant for the shell."""
@@ -212,7 +210,7 @@ class GputrainApp(OrderedKeys):
         elif runs := self.list_runs():
             await self.open_run(runs[0])
         else:
-            await self.switch_mode("welcome")
+            await self.switch_mode("history")
 
     async def open_run(self, run: Run) -> None:
         if self.live is not None and self.live.id == run.id:
@@ -288,7 +286,7 @@ class GputrainApp(OrderedKeys):
             if action.name not in ("command_palette", "help_quit"):
                 title = f"{action.label} ({action.key_text})"
                 yield SystemCommand(title, action.description, partial(screen.run_action, action.path))
-        if getattr(screen, "PLACE", "") not in ("launch", "welcome"):
+        if getattr(screen, "PLACE", "") != "launch":
             yield SystemCommand("New recipe", NEW_RECIPE, self.action_new_recipe)
         yield SystemCommand("Choose a theme", "Show all themes", self.action_change_theme)
         on = settings.notifies(os.environ)

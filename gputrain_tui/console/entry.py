@@ -80,7 +80,7 @@ def show(run: Run | None, *, fps: float | None, hostfile: str | None = None) -> 
         os.environ.pop(TEXTUAL_FPS, None)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise RequestError("the console needs a terminal; `gputrain --help` lists the commands that do not")
-    app = GputrainApp(run, fps=FPS if fps is None else fps, hosts=hosts, hostfile=hostfile or "")
+    app = GputrainApp(run, fps=FPS if fps is None else fps, hosts=hosts)
     with captured_stderr():
         app.run()
     if (live := app.live) is not None and not live.over:

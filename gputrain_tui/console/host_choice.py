@@ -11,7 +11,7 @@ from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.hosts.host_names import THIS_MACHINE
 from gputrain_tui.hosts.inventory import Gpu, Inventory, is_free
-from gputrain_tui.plan.planner import Plan, rank_range
+from gputrain_tui.plan.planner import Plan
 from gputrain_tui.recipe.model import Node
 from trainer.contract.errors import RecordError
 
@@ -93,44 +93,6 @@ def ranks_by_gpu(
                     if index is not None:
                         ranks.setdefault(index, GpuRank(run=run, rank=rank))
     return ranks
-
-
-def wanted_devices(node: Node) -> str:
-    """Return the devices of a recipe's node as text."""
-    if node.cpu_ranks is not None:
-        return f"{node.cpu_ranks} CPU rank{'s' * (node.cpu_ranks != 1)}"
-    if isinstance(node.gpus, int):
-        return f"{node.gpus} GPU{'s' * (node.gpus != 1)}"
-    if node.gpus in ("all", "free"):
-        return f"{node.gpus} GPUs"
-    if isinstance(node.gpus, tuple):
-        ids = [gpu for gpu in node.gpus if isinstance(gpu, int)]
-        consecutive = len(ids) == len(node.gpus) > 1 and ids == list(range(ids[0], ids[0] + len(ids)))
-        return f"GPU {rank_range(ids) if consecutive else ', '.join(str(gpu)[:12] for gpu in node.gpus)}"
-    return f"{node.ranks} ranks" if node.ranks is not None else "its GPUs, or one CPU rank"
-
-
-def availability(node: Node, host: Host | None) -> tuple[str, str]:
-    """Return the availability of a node's devices on a host: text, and its role ``good``, ``warning`` or ``dim``."""
-    if host is None or (host.inventory is None and not host.problem):
-        return "querying", "dim"
-    if host.inventory is None:
-        return host.problem, "warning"
-    if node.cpu_ranks is not None:
-        cores = host.inventory.cpus.usable
-        return f"{cores} core{'s' * (cores != 1)}", "good" if cores >= node.cpu_ranks else "warning"
-    free, total = len(host.free), len(host.gpus)
-    if not total:
-        return "it has no GPU", "dim" if node.gpus is None else "warning"
-    if isinstance(node.gpus, tuple):
-        by_name = {name: gpu for gpu in host.gpus for name in (gpu.index, gpu.uuid)}
-        missing = [str(item) for item in node.gpus if item not in by_name and not str(item).startswith("MIG-")]
-        if missing:
-            return f"it has no GPU {', '.join(missing)}", "warning"
-        busy = [str(item)[:12] for item in node.gpus if item in by_name and not is_free(by_name[item])]
-        return (f"GPU {', '.join(busy)} in use", "warning") if busy else ("free", "good")
-    needed = node.gpus if isinstance(node.gpus, int) else node.ranks or 1
-    return f"{free} of {total} GPUs free", "good" if free >= needed else "warning"
 
 
 def nodes_on_gpus(

@@ -167,47 +167,26 @@ ACCELERATE_ENVIRONMENT = {
 ACCELERATE_FLAGS = (
     *("num_processes", "num_machines", "gpu_ids", "main_process_ip", "main_process_port", "mixed_precision"),
     *("num_cpu_threads_per_process", "cpu", "use_cpu", "multi_gpu", "machine_rank", "rdzv_backend", "same_network"),
-    *("max_restarts", "config_file"),
+    "max_restarts",
 )
-"""Flags that are translated here; for any other one accelerate is asked."""
-CONFIG_FILE_KEYS = (
-    *("num_processes", "num_machines", "gpu_ids", "main_process_ip", "main_process_port"),
-    *("mixed_precision", "use_cpu", "machine_rank", "rdzv_backend", "same_network"),
-)
-CONFIG_FILE_DEFAULTS = {
-    "compute_environment": ("LOCAL_MACHINE",),
-    "distributed_type": ("NO", "MULTI_GPU", "MULTI_CPU"),
-    "main_training_function": ("main",),
-}
+"""Flags that are translated here; for any other one, as for a configuration file, accelerate is asked."""
 
 
 def _accelerate(command: LaunchCommand, flags: dict[str, str], context: Context) -> None:
-    settings, is_plain = dict[str, str](), True
-    if path := flags.get("config_file"):
-        try:
-            settings, is_plain = _config_file(context.read_file(path))
-        except OSError as error:
-            raise RequestError(f"--config_file {path} cannot be read: {error.strerror}") from None
-    if not is_plain or set(flags) - set(ACCELERATE_FLAGS):
+    if set(flags) - set(ACCELERATE_FLAGS):
         _take_captured(command, flags, context)
         return
-    pop_flag(flags, "config_file")
-    if not path and "num_processes" not in flags:
+    if "num_processes" not in flags:
         command.notes.append("the file saved by `accelerate config` is not read: pass it with --config_file")
-    is_single = settings.pop("distributed_type", "") == "NO"
-    is_single &= pop_flag(flags, "multi_gpu") is None
-    for name, value in settings.items():
-        flags.setdefault(name, value)
+    pop_flag(flags, "multi_gpu")
     leave_out(command, flags, ("machine_rank", "rdzv_backend", "same_network"))
     nodes = parse_number(pop_flag(flags, "num_machines") or "1", "num_machines")
     total, ids = pop_flag(flags, "num_processes"), pop_flag(flags, "gpu_ids")
     cpu = pop_flag(flags, "cpu", "use_cpu") is not None
-    if is_single:
-        total = "1"
     if total is not None and parse_number(total, "num_processes") % nodes:
         raise RequestError(f"--num_processes is {total}, but must be a multiple of the {nodes} machines")
     if ids and ids != "all":
-        ranks: dict[str, Any] = {"gpus": parse_devices(ids, "gpu_ids")[: 1 if is_single else None]}
+        ranks: dict[str, Any] = {"gpus": parse_devices(ids, "gpu_ids")}
     elif total is not None:
         ranks = {"cpu_ranks" if cpu else "ranks": int(total) // nodes}
     else:
@@ -219,25 +198,6 @@ def _accelerate(command: LaunchCommand, flags: dict[str, str], context: Context)
         if (setting := pop_flag(flags, name)) is not None:
             command.env.setdefault(variable, setting)
     _set_restarts(command, flags)
-
-
-def _config_file(text: str) -> tuple[dict[str, str], bool]:
-    """Return the settings of a configuration file, and whether all that it says is translated here."""
-    settings, is_plain = dict[str, str](), True
-    for line in text.splitlines():
-        if not line.strip() or line.lstrip().startswith("#") or line.strip() in ("---", "..."):
-            continue
-        setting = re.fullmatch(r"(\w+): *['\"]?([^'\"\n#]*?)['\"]? *(?:#.*)?", line)
-        name, value = setting.groups() if setting is not None else ("", line)
-        if value in ("", "null", "no", "false", "{}", "[]") and name:
-            continue
-        if name in CONFIG_FILE_KEYS or value in CONFIG_FILE_DEFAULTS.get(name, ()):
-            settings[name] = value
-        else:
-            is_plain = False
-    return {
-        name: value for name, value in settings.items() if name in (*CONFIG_FILE_KEYS, "distributed_type")
-    }, is_plain
 
 
 def _take_captured(command: LaunchCommand, flags: dict[str, str], context: Context) -> None:

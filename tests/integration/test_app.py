@@ -431,7 +431,7 @@ async def test_a_folder_of_runs_that_cannot_be_read_is_one_line(home: Path) -> N
     app = console(None, runs=list_runs)
     async with app.run_test(size=(80, 24), notifications=True) as pilot:
         await settle(pilot)
-        assert app.place == "welcome"
+        assert app.place == "history"
         await press(pilot, "3")
         assert f"cannot read the runs in {home / 'runs'}: Not a directory" in toasts(app)
 

@@ -37,9 +37,17 @@ def test_no_frame_is_left_that_nothing_compares() -> None:
 
 
 def test_the_command_for_pictures_draws_a_scene(tmp_path: Path) -> None:
-    command = [sys.executable, "tests/support/draw_pictures.py", "welcome", "--size", "80x24", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "tests/support/draw_pictures.py",
+        "history_empty",
+        "--size",
+        "80x24",
+        "--out",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=GOLDEN.parents[2], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [str(tmp_path / "welcome_80x24_dark.svg")]
-    picture = (tmp_path / "welcome_80x24_dark.svg").read_text()
+    assert done.stdout.split() == [str(tmp_path / "history_empty_80x24_dark.svg")]
+    picture = (tmp_path / "history_empty_80x24_dark.svg").read_text()
     assert picture.startswith("<svg")
-    assert "train&#160;the&#160;demo" in picture
+    assert "trains&#160;the&#160;demo" in picture

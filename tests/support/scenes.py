@@ -243,7 +243,6 @@ async def launch_editing(pilot: Pilot[Any]) -> None:
 
 
 SCENES = {
-    "welcome": Scene(stay),
     "run_two_ranks": Scene(stay, two_ranks),
     "run_straggler": Scene(stay, straggler),
     "run_joining": Scene(stay, joining),

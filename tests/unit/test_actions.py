@@ -96,7 +96,7 @@ def test_bindings_carry_the_table() -> None:
     assert any(binding.key == "question_mark,f1" for binding in bindings(EVERYWHERE))
 
 
-@pytest.mark.parametrize("place", ["run", "rank", "welcome"])
+@pytest.mark.parametrize("place", ["run", "rank", "history"])
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
 def test_the_footer_fits_and_always_has_quit(place: str, width: int) -> None:
     row, spots = draw_keys(footer(place), width)

@@ -17,12 +17,6 @@ from trainer.contract.errors import RequestError
 
 FILES = {
     "hosts": "gpu1 slots=4\n# a comment\ngpu2 slots=2\n",
-    "default.yaml": "compute_environment: LOCAL_MACHINE\nnum_machines: 1\nnum_processes: 2\nmixed_precision: 'bf16'\n"
-    "gpu_ids: all\nuse_cpu: false\nmain_process_ip: null\n",
-    "one.yaml": "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\nfsdp_config: {}\n",
-    "fsdp.yaml": "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\nnum_processes: 2\n",
-    "fp8.yaml": "distributed_type: MULTI_GPU\nmixed_precision: fp8\nfp8_config:\n  backend: TE\nnum_processes: 2\n",
-    "unknown.yaml": "distributed_type: MULTI_GPU\nsetting_of_2030: 7\nnum_processes: 2\n",
 }
 
 
@@ -58,8 +52,6 @@ def read(text: str) -> LaunchCommand:
         ("torchrun --nproc 4 train.py", [{"ranks": 4}], {}),
         ("PET_NPROC_PER_NODE=4 torchrun train.py", [{"ranks": 4}], {}),
         ("PET_NPROC_PER_NODE=4 torchrun --nproc-per-node 2 train.py", [{"ranks": 2}], {}),
-        ("accelerate launch --config_file one.yaml train.py", [{"ranks": 1}], {}),
-        ("accelerate launch --config_file one.yaml --multi_gpu --num_processes 3 train.py", [{"ranks": 3}], {}),
         ("python -m torch.distributed.run --nproc-per-node=2 train.py", [{"ranks": 2}], {}),
         ("python3.11 -u -m torch.distributed.launch --use_env --nproc_per_node 8 train.py", [{"ranks": 8}], {}),
         ("CUDA_VISIBLE_DEVICES=1,3,5 torchrun --nproc-per-node 2 train.py", [{"gpus": [1, 3]}], {}),
@@ -77,7 +69,6 @@ def read(text: str) -> LaunchCommand:
         ("accelerate launch --multi_gpu --num_processes 4 train.py", [{"ranks": 4}], {}),
         ("accelerate launch --cpu --num_processes 2 train.py", [{"cpu_ranks": 2}], {}),
         ("accelerate launch --gpu_ids 0,2 --num_processes 2 train.py", [{"gpus": [0, 2]}], {}),
-        ("accelerate launch --config_file default.yaml train.py", [{"ranks": 2}], {}),
         (
             "accelerate launch --num_machines 2 --num_processes 16 --machine_rank 0 --main_process_ip gpu1 "
             "--main_process_port 2000 train.py",
@@ -174,7 +165,6 @@ def test_flags_without_a_counterpart_are_reported(text: str, note: str) -> None:
         ("torchrun --no-python ./train.sh", "starts another program than a Python script"),
         ("accelerate config", "accelerate config does not start training; use accelerate launch"),
         ("accelerate launch --num_machines 2 --num_processes 3 train.py", "must be a multiple of the 2 machines"),
-        ("accelerate launch --config_file no.yaml train.py", "--config_file no.yaml cannot be read: No such file"),
         ("deepspeed --hostfile nowhere train.py", "--hostfile nowhere cannot be read: No such file"),
     ],
 )
@@ -189,8 +179,6 @@ def test_a_command_that_makes_no_recipe_is_refused_in_one_line(text: str, messag
     [
         "accelerate launch --use_fsdp --fsdp_version 2 train.py --lr 1",
         "accelerate launch --config_file fsdp.yaml train.py --lr 1",
-        "accelerate launch --config_file fp8.yaml train.py --lr 1",
-        "accelerate launch --config_file unknown.yaml train.py --lr 1",
         "accelerate launch --flag_of_2030 7 train.py --lr 1",
     ],
 )
@@ -201,13 +189,6 @@ def test_what_only_accelerate_can_translate_it_is_asked(text: str) -> None:
     assert command.env == {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     assert command.nodes == [{"gpus": [2, 5]}]
     assert (command.script, command.args) == ("train.py", ["--lr", "1"])
-
-
-@pytest.mark.parametrize("name", ["default.yaml", "one.yaml"])
-def test_a_plain_configuration_is_translated_without_accelerate(name: str) -> None:
-    ASKED.clear()
-    read(f"accelerate launch --config_file {name} train.py")
-    assert ASKED == []
 
 
 @pytest.mark.parametrize(

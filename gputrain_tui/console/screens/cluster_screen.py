@@ -22,14 +22,10 @@ from textual.events import Resize
 from gputrain_tui.console.host_choice import (
     Host,
     active_plans,
-    availability,
     ranks_by_gpu,
     remote_hosts,
-    wanted_devices,
 )
 from gputrain_tui.console.screens.console_screen import Page
-from gputrain_tui.console.widgets.canvas import Canvas
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_row, title_row
 from gputrain_tui.console.widgets.gpu_table import GpuTable, MachinePanel, ProcessList
 from gputrain_tui.history.run_folders import Run, list_runs
 from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
@@ -38,43 +34,7 @@ from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.hosts.survey import MAX_PARALLEL_HOSTS, HostReport, HostSurvey
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.recipe.model import Node
-from gputrain_tui.tables import printable
 from trainer.contract.errors import RequestError
-
-
-class NodeList(Canvas):
-    """Panel of the nodes of the open recipe or of the hostfile, each with the availability of its devices."""
-
-    title = "hosts of the recipe"
-    nodes: Sequence[Node] = ()
-    hosts: Sequence[Host] = ()
-    facts = LocalFacts()
-
-    def draw(self, width: int, height: int) -> list[Row]:
-        nodes = self.nodes
-        count = f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
-        rows: list[Row] = [title_row(width, [(self.title, "title")], [[(count, "dim")]] if nodes else [])]
-        if not nodes:
-            rows.append([("No recipe is open; ", "dim"), ("2", "key"), (" chooses one.", "dim")])
-        by_name = {host.name: host for host in self.hosts}
-        shown = nodes[: height - 1 - (len(nodes) > height - 1)]
-        host_cells = min(max((len(node.host or "this machine") for node in shown), default=0), max(width // 3, 12)) + 2
-        device_cells = max([20, *(len(wanted_devices(node)) for node in shown)]) + 2
-        for index, node in enumerate(shown):
-            local = is_local(node.host, self.facts)
-            name = printable(node.host or "this machine")[: host_cells - 2]
-            rows.append(
-                [
-                    (f"{index:>4}  ", "dim"),
-                    (name.ljust(host_cells), "bright"),
-                    (wanted_devices(node).ljust(device_cells), "bright"),
-                    ("this machine: " if local and node.host is not None else "", "dim"),
-                    availability(node, by_name.get(THIS_MACHINE if local else str(node.host))),
-                ]
-            )
-        if len(shown) < len(nodes):
-            rows.append([(f"      {EMPTY} and {len(nodes) - len(shown)} more", "dim")])
-        return [fit_row(row, width) for row in rows[:height]]
 
 
 class ClusterScreen(Page):
@@ -105,7 +65,6 @@ class ClusterScreen(Page):
         self._machine_panel = MachinePanel(id="machine")
         self._table = GpuTable(id="gpus")
         self._process_list = ProcessList(id="processes")
-        self._node_list = NodeList(id="hosts")
         self._plans: list[tuple[str, Plan]] = []
         self._hosts: dict[str, Host] = {}
         # An executor of its own: hosts that do not answer must not use up the threads that a launch needs.
@@ -116,7 +75,6 @@ class ClusterScreen(Page):
             yield self._machine_panel
             yield self._table
             yield self._process_list
-            yield self._node_list
 
     def on_mount(self) -> None:
         if self._clocked:
@@ -153,7 +111,7 @@ class ClusterScreen(Page):
         self._sampling = True
         named = [*(node.host for node in self._recipe_nodes()), *(entry.host for entry in self.session.hosts)]
         inventory, facts, self._plans = await asyncio.to_thread(self._read_machine, named)
-        self._sampling, self._node_list.facts = False, facts
+        self._sampling = False
         local = self._hosts.get(THIS_MACHINE, Host(name=THIS_MACHINE))
         run_ranks = ranks_by_gpu(inventory, self._plans, lambda host: is_local(host, facts))
         now = self._now()
@@ -198,25 +156,15 @@ class ClusterScreen(Page):
     # Panels
 
     def _show(self) -> None:
-        hosts = list(self._hosts.values())
-        self._table.show(hosts, now=self._now())
-        recipe, nodes = self.session.recipe, self._node_list
-        if recipe is not None:
-            nodes.title = f"hosts of {printable(recipe.name)}"
-        elif self.session.hosts:
-            nodes.title = f"hosts named in {printable(self.session.hostfile)}"
-        else:
-            nodes.title = "hosts of the recipe"
-        nodes.nodes, nodes.hosts = self._recipe_nodes(), hosts
-        nodes.redraw()
+        self._table.show(list(self._hosts.values()), now=self._now())
         self._arrange()
 
     def on_resize(self, event: Resize) -> None:
         self._arrange()
 
     def _arrange(self) -> None:
-        """Set the heights: host, nodes and processes as many lines as they need, the GPU table the rest."""
-        machine, table, processes, nodes = self._machine_panel, self._table, self._process_list, self._node_list
+        """Set the heights: host and processes as many lines as they need, the GPU table the rest."""
+        machine, table, processes = self._machine_panel, self._table, self._process_list
         host, gpu = table.host, table.gpu
         machine.host, processes.gpu = host, gpu
         processes.of = host.display_name if table.several and host is not None else ""
@@ -224,20 +172,13 @@ class ClusterScreen(Page):
         driver = host is not None and host.inventory is not None and host.inventory.driver
         lines = (4 if table.several and not spaced else 6 if driver or table.several else 5) + spaced
         left = self.size.height - 3 - lines - max(len(table.lines) + 2, 5) - spaced
-        want_nodes = max(len(nodes.nodes), 1) + 1
         want_processes = 0 if gpu is None else 3 + len(gpu.processes or ())
-        node_lines = min(want_nodes, max(left - min(want_processes, left // 2), 3))
-        # Without a recipe the nodes are those of the hostfile, whose hosts the GPU table names already.
-        nodes.display = self.session.recipe is not None or not self.session.hosts or left >= want_nodes
-        if not nodes.display:
-            node_lines = 0
-        process_lines = min(want_processes, left - node_lines - spaced)
+        process_lines = min(want_processes, left - spaced)
         machine.styles.height = lines
-        nodes.styles.height = node_lines
         processes.display = process_lines >= 3
         processes.styles.height = max(process_lines, 0) + spaced
-        # If everything fits, the panels below stand directly under the last GPU.
-        fits = table.lines and left >= node_lines
+        # If everything fits, the processes stand directly under the last GPU.
+        fits = table.lines and left >= 0
         table.styles.height = len(table.lines) + 2 + spaced if fits else "1fr"
         machine.redraw()
         processes.redraw()

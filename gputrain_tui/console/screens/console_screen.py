@@ -48,8 +48,6 @@ class LaunchSession:
     gpus: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """GPUs chosen for the next launch that are not in the form yet, by host; ``localhost`` is this machine."""
     hosts: tuple[HostEntry, ...] = ()
-    hostfile: str = ""
-    """Path of the hostfile; empty: none."""
 
 
 class AppProtocol(Protocol):

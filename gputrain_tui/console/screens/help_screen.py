@@ -1,4 +1,4 @@
-"""Help screen: keys of a screen, the meaning of its figures, and the topics of the help."""
+"""Help screen: keys of a screen, and the topics of the help."""
 
 from __future__ import annotations
 
@@ -44,22 +44,6 @@ MOVING = {
         ),
     ),
 }
-FIGURES = (
-    ("✓ ▲ ✗", "No findings; a warning; a critical finding or a failure"),
-    ("compute", "Share of a step in forward, backward and optimizer; the rest is waiting"),
-    (
-        "sync wait",
-        "Time a rank waited for gradients, not hidden by the backward pass: in ms, or as a share of its steps",
-    ),
-    ("late ms", "How much later than the first rank it reached the synchronisation: the others waited that long"),
-    ("loss", "Mean over the samples, in the task's unit; valid: exact over all ranks, at the newest evaluation"),
-    ("smp/s", "Samples per second of the rank, over its last steps; in the header, of all ranks"),
-    ("g.norm g.own", "Norm of the gradient after the reduction, and of the rank's own gradient before it"),
-    ("data fwd bwd opt", "Phases of the newest step: waiting for data, forward, backward, optimizer, in ms"),
-    ("mem use", "Memory in GiB and use in %: of its GPU; without one, of the process, 100 % being one core"),
-    ("band", "A chart's bright line is the median of all ranks, the area spans their minimum to maximum"),
-    ("▴ in a chart", "A spike beyond the top, cropped so that usual values stay readable; log scale shows it all"),
-)
 WIDTH_CELLS = 94
 """Cells of the widest window, as in the style sheet."""
 WITH_LOG = ("run", "rank")
@@ -68,7 +52,7 @@ WITH_LOG = ("run", "rank")
 
 TOPICS = {
     "run": "numbers", "rank": "numbers", "compare": "numbers", "findings": "findings", "stacks": "findings",
-    "hardware": "gpus", "log": "record", "cluster": "gpus", "launch": "recipe", "welcome": "recipe",
+    "hardware": "gpus", "log": "record", "cluster": "gpus", "launch": "recipe",
     "history": "record",
 }  # fmt: skip
 """Topic of the help by screen, or by the id of the focused panel of a run."""
@@ -117,8 +101,7 @@ class HelpScreen(ModalScreen[None]):
             frame.border_subtitle = f"{f'→ {following}   ' if following else ''}← back   esc closes"
         else:
             frame.border_title = f"keys of the {self._place} screen" if self._place != "app" else "keys"
-            figures = "↓ what the figures mean   " if self._place in WITH_LOG else ""
-            frame.border_subtitle = f"{figures}→ help: {following}   esc closes"
+            frame.border_subtitle = f"→ help: {following}   esc closes"
 
     async def on_resize(self, event: Resize) -> None:
         self.query_one("#keys", Static).update(help_text(self._place, self._text_cells()))
@@ -174,8 +157,6 @@ def help_text(place: str, width: int = WIDTH_CELLS) -> Text:
     for heading, actions in by_group.items():
         listed.append((heading, tuple((action.key_texts, action.description) for action in actions)))
     _append(text, listed, width)
-    if place in WITH_LOG:
-        _append(text, [("What the figures mean", FIGURES)], width)
     text.rstrip()
     return text
 

@@ -302,19 +302,6 @@ class LaunchScreen(RecipePage):
         only = msgspec.structs.replace(plan, nodes=[plan.nodes[index]])
         return Copyable(shell_commands(only) + "\n", f"the command of node {index}")
 
-    def action_write_commands(self) -> None:
-        plan, draft = self.plan_view.plan, self.draft
-        if plan is None or draft is None or self._path is None:
-            self.console.report("there is no plan to write yet")
-            return
-        path = self.session.folder / f"{self._path.stem}-commands.txt"
-        try:
-            write_atomically(path, (shell_commands(plan) + "\n").encode())
-        except OSError as error:
-            self.console.report(f"{path}: {error.strerror}", alarm=True)
-            return
-        self.console.report(f"wrote {self._display_name(path)}")
-
     @work(group="launch")
     async def action_launch(self) -> None:
         """Validate again, since a port or GPU may be taken meanwhile; launch, detached, and show the run."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, ClassVar
@@ -31,7 +31,6 @@ from gputrain_tui.state.finding_text import named_ranks
 if TYPE_CHECKING:
     from gputrain_tui.lifecycle.live_run import LiveRun
 
-HIGHLIGHT_S = 0.6
 SORT_INTERVAL_S = 0.5
 """Least seconds between two sorts, so that lines do not jump too fast to be followed."""
 
@@ -84,10 +83,6 @@ class RankGrid(Panel, can_focus=True):
         self._arranged_version: object = None
         self._warned: set[int] = set()
         self._hosts: set[str] = set()
-        self._changed: dict[int, tuple[object, float]] = {}
-        """Newest step event of each visible rank, and the time until which its line is bright."""
-        self._fade_at: float | None = None
-        """Time at which the next bright line becomes dim."""
         self._standing_still = False
         self._scrolled = False
         """Whether the user has scrolled: flagged ranks are not brought into view then."""
@@ -214,10 +209,8 @@ class RankGrid(Panel, can_focus=True):
         return self.live.version
 
     def tick(self) -> None:
-        """Redraw also if the run began or ceased to stand still, or bright lines must become dim."""
-        fades = self._fade_at is not None and self._now() >= self._fade_at
-        if (fades or self.stands_still != self._standing_still) and self.display and self.size:
-            self._fade_at = None
+        """Redraw also if the run began or ceased to stand still."""
+        if self.stands_still != self._standing_still and self.display and self.size:
             self.redraw()
         else:
             super().tick()
@@ -232,7 +225,6 @@ class RankGrid(Panel, can_focus=True):
             self._reveal(index)  # the order or the height changed
         self._scroll(self._top)
         self._cursor_in_view = index is not None and self._top <= index < self._top + visible_ranks(height)
-        visible = self._arranged[self._top : self._top + visible_ranks(height)]
         return draw_grid(
             GridView(
                 rows=self._arranged,
@@ -242,7 +234,6 @@ class RankGrid(Panel, can_focus=True):
                 balanced=self.live.state.shares.newest is not None,
                 span=self.live.state.span,
                 warned=self._warned,
-                fresh=self._fresh(visible, now),
                 top=self._top,
                 cursor=self.selected_rank,
                 focused=self.has_focus,
@@ -275,17 +266,6 @@ class RankGrid(Panel, can_focus=True):
         ranks = (RankRow(view, late.get(rank), in_steps) for rank, view in state.ranks.items())
         kept = [row.view for row in ranks if self._filter.keeps(row)]
         self._arranged = sort_ranks(kept, late, self.sort_key, descending=self.descending)
-
-    def _fresh(self, visible: Sequence[RankView], now: float) -> set[int]:
-        """Return the visible ranks with bright lines: those that had a step event within ``HIGHLIGHT_S``."""
-        changed: dict[int, tuple[object, float]] = {}
-        for view in visible:
-            last, until = self._changed.get(view.rank, (view.last, 0.0))
-            changed[view.rank] = (view.last, until if last is view.last else now + HIGHLIGHT_S)
-        self._changed = changed
-        ends = {rank: until for rank, (_, until) in changed.items() if until > now}
-        self._fade_at = min(ends.values(), default=None)
-        return set(ends)
 
     def _columns(self) -> list[PlacedColumn]:
         width, height = self.size

@@ -41,7 +41,6 @@ class GridView:
     ranks: int
     late: Lateness = field(default_factory=dict)
     warned: Collection[int] = ()
-    fresh: Collection[int] = ()
     top: int = 0
     cursor: int | None = None
     focused: bool = False
@@ -128,7 +127,7 @@ def _titles(grid: GridView, columns: Sequence[PlacedColumn]) -> Row:
 
 
 def _line(grid: GridView, view: RankView, columns: Sequence[PlacedColumn]) -> Row:
-    """Return one rank's line, bright if it changed recently."""
+    """Return one rank's line."""
     row = RankRow(view, grid.late.get(view.rank), grid.in_steps)
     failed = view.display_state == "failed"
     warned = view.rank in grid.warned
@@ -140,7 +139,7 @@ def _line(grid: GridView, view: RankView, columns: Sequence[PlacedColumn]) -> Ro
     elif warned:
         sign = ("▲ ", "warning")
     pieces: Row = [sign]
-    value_role = "error-text" if failed else "bright" if view.rank in grid.fresh else "value"
+    value_role = "error-text" if failed else "value"
     at = 2
     for placed in columns:
         column, width = placed.column, placed.width

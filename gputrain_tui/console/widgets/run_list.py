@@ -213,7 +213,9 @@ class RunList(Listing[Entry]):
             none = f"None of {len(self.listed):,} runs matches {self.filter.text}"
             lines = [none, "", "/ changes the filter, esc removes it."]
         else:
-            lines = ["No run yet.", "", "d runs the demo: half a minute on this machine's CPU.", "2 opens a recipe."]
+            lines = ["No run yet.", "", "d trains the demo: two processes on this CPU, half a minute, no download.",
+                     "2 opens a recipe, or writes one for your script, a task or a torchrun command.",
+                     "1 shows the machines and their GPUs, ? every key."]  # fmt: skip
         return centred_text(width, height, lines)
 
 

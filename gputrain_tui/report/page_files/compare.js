@@ -81,7 +81,7 @@ function show(data) {
   const main = make("main", {}, make("h1", {}, `${others.join(", ")} against ${first}`), make("p", {}, ...legend));
   for (const text of comparison.incomparable) main.append(make("p", { class: "alarm" }, "not comparable: " + text));
   for (const limit of comparison.limits) {
-    const result = limit.exceeded === null ? "unknown" : limit.exceeded ? "exceeded" : "kept";
+    const result = limit.exceeded === null ? "unknown" : limit.exceeded ? "exceeded" : limit.decided ? "kept" : "undecided";
     main.append(make("p", { class: limit.exceeded === false ? "verdict" : "verdict bad" }, make("strong", {}, `${result}  ${limit.condition}`), `${limit.run}: ${limit.text}`));
   }
   others.forEach((run, index) => {

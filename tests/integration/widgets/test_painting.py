@@ -16,7 +16,7 @@ from textual.widgets import Static
 
 from gputrain_tui.console.widgets.band_chart import BandChart
 from gputrain_tui.console.widgets.lateness_map import LatenessMap
-from gputrain_tui.console.widgets.rank_grid import HIGHLIGHT_S, RankGrid
+from gputrain_tui.console.widgets.rank_grid import RankGrid
 from gputrain_tui.console.widgets.step_bars import StepBars
 from trainer.contract.record import Step
 
@@ -110,27 +110,6 @@ def test_a_step_changes_the_line_of_its_rank_and_nothing_else_and_no_step_change
 
     def strips(grid: RankGrid) -> list[Strip]:
         return [grid.render_line(y) for y in range(grid.size.height)]
-
-    run = run_in_memory(40, 30)
-    play_scenario(scenario, run)
-
-
-def test_a_changed_line_is_bright_and_dims_by_itself() -> None:
-    async def scenario(app: WidgetsApp, pilot: Pilot[None]) -> None:
-        app.grid.tick()
-        normal = app.grid.render_line(6)
-        run.apply(Step(time=900.0, rank=4, step=31, epoch=1, steps=1, samples=32, loss=0.5))
-        app.grid.tick()
-        bright = app.grid.render_line(6)
-        app.time += HIGHLIGHT_S
-        app.grid.tick()
-        dim = app.grid.render_line(6)
-        assert styles(bright) != styles(normal)
-        assert styles(dim) != styles(bright)
-        assert bright.text == dim.text != normal.text
-
-    def styles(strip: object) -> set[object]:
-        return {segment.style.color for segment in strip if segment.text.strip()}  # type: ignore[attr-defined]
 
     run = run_in_memory(40, 30)
     play_scenario(scenario, run)
