@@ -17,10 +17,11 @@ from gputrain_tui.headless.report_text import report_lines
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.history.summary import summarize
+from gputrain_tui.report.comparison_limits import check_limits, parse_condition
 from gputrain_tui.report.load_report import read_run_record, run_facts
 from gputrain_tui.report.page import report_page
 from gputrain_tui.report.run_charts import run_charts
-from gputrain_tui.report.run_comparison import RecordedRun, compare, parse_condition
+from gputrain_tui.report.run_comparison import RecordedRun, compare
 from gputrain_tui.report.run_report import run_report
 from gputrain_tui.report.step_blocks import StepBlocks
 from gputrain_tui.state.finding_text import marking
@@ -93,6 +94,7 @@ def test_all_faces_name_the_same_rank_and_cause(scene: str, tmp_path: Path) -> N
 
     usual = RecordedRun(report=replace(report, findings=()), blocks=blocks, undisturbed=blocks)
     this = RecordedRun(report=report, blocks=blocks, undisturbed=blocks)
-    (limit,) = compare([usual, this], conditions=[parse_condition(f"finding:{kind}")]).limits
+    both = [usual, this]
+    (limit,) = check_limits(compare(both), both, [parse_condition(f"finding:{kind}")]).limits
     assert (limit.exceeded, limit.text) == (True, words), "compare"
     live.close()
