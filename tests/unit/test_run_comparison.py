@@ -172,9 +172,10 @@ def test_what_noise_or_others_hide_is_said_to_be_undecided(name: str) -> None:
     assert "".join(text for text, _ in comparison_lines(comparison)[-1]).startswith("undecided ")
 
 
-def test_others_that_left_do_not_make_a_slower_run_a_faster_one() -> None:
-    """The first waited for cores half of the time, and the second, slower by itself, did not: no limit is kept."""
-    runs = [recorded(core_wait_ms=20.0), recorded("b", slower=0.1, seed=1)]
+@pytest.mark.parametrize(("before_ms", "now_ms"), [(20.0, 0.0), (3.0, 3.0)], ids=["others left", "equal others"])
+def test_a_change_within_what_others_took_is_not_decided(before_ms: float, now_ms: float) -> None:
+    """Of steps of 20 ms: equal runs differ by more than a tenth where each waits for an eighth of the time."""
+    runs = [recorded(core_wait_ms=before_ms), recorded("b", slower=0.1, core_wait_ms=now_ms, seed=1)]
     (limit,) = check_limits(compare(runs), runs, [parse_condition("step_ms>+5%")]).limits
     assert (limit.exceeded, limit.decided) == (False, False), limit.text
 
