@@ -50,6 +50,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """95 % of the change; None where it is not known, or the figure is a single number."""
     beyond_noise: bool = False
     """Whether the interval does not contain 0."""
+    is_noise: bool = False
+    """Whether it contains 0. Neither is known of a change without an interval, but for single numbers."""
     undisturbed_interval: Interval | None = None
     """The hull of 95 % intervals of the change without the time in which ranks waited for a core, in either run or in
     both, and without twice that: other ranks wait for the late one, and who shares a core finds its caches cold."""
@@ -247,8 +249,9 @@ def _difference(before: Sequence[float], now: Sequence[float], *, relative: bool
     one, other = mean(before), mean(now)
     change = None if relative and not one else other / one - 1 if relative else other - one
     interval = difference_interval(before, now, relative=relative)
-    beyond = interval is not None and not interval[0] <= 0 <= interval[1]
-    return Difference(before=one, now=other, change=change, interval=interval, beyond_noise=beyond)
+    noise = change == 0 if interval is None else interval[0] <= 0 <= interval[1]
+    beyond = interval is not None and not noise
+    return Difference(before=one, now=other, change=change, interval=interval, beyond_noise=beyond, is_noise=noise)
 
 
 def _single(
@@ -267,7 +270,7 @@ def _single_difference(before: float | None, now: float | None, *, relative: boo
     if before is None or now is None or (relative and not before):
         return Difference(before=before, now=now)
     change = now / before - 1 if relative else now - before
-    return Difference(before=before, now=now, change=change, beyond_noise=change != 0)
+    return Difference(before=before, now=now, change=change, beyond_noise=change != 0, is_noise=change == 0)
 
 
 def _valid(report: RunReport) -> float | None:

@@ -188,6 +188,17 @@ def test_a_limit_is_exceeded_only_beyond_the_interval(name: str) -> None:
     assert text in found[1]
 
 
+def test_a_change_without_an_interval_is_not_called_noise() -> None:
+    found = {each.name: each.differences[0] for each in compare([recorded(), recorded("b", loss=1.5)]).figures}
+    assert found["loss"].interval is None
+    assert (found["loss"].change, found["loss"].is_noise, found["loss"].beyond_noise) == (
+        pytest.approx(0.5),
+        False,
+        False,
+    )
+    assert (found["valid"].is_noise, found["step_ms"].is_noise) == (True, True)
+
+
 def test_versions_that_differ_are_named_unless_one_record_has_none() -> None:
     def on(*versions: dict[str, str]) -> RecordedRun:
         hosts = tuple(HostHardware(host=f"h{node}", node=node, versions=each) for node, each in enumerate(versions))
