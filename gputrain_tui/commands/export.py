@@ -195,7 +195,6 @@ FORMATS = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
     add_checkpoint(parser)
     add_ranks(parser)
     parser.add_argument(
