@@ -58,6 +58,8 @@ class RowFilter(Generic[Row]):
         self._families = families
         self._columns = columns
         self._anywhere = anywhere
+        self.named: list[str] = []
+        """Names of columns of families in it."""
         self._tests: Sequence[Callable[[Row], bool]] = [self._test(word) for word in self.text.split()]
 
     def keeps(self, row: Row) -> bool:
@@ -71,6 +73,7 @@ class RowFilter(Generic[Row]):
         named = _NAMED.fullmatch(word)
         if named is not None and (family := self._families.get(named["family"].lower())) is not None:
             own = family(named["name"])
+            self.named.append(named["name"])
             if named["sign"] is None:
                 return lambda row: own.value(row) is not None
             return _compared(own, word, named["sign"], named["value"])

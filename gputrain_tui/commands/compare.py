@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import closing
 
-import msgspec
-
+from gputrain_tui.commands.document_output import add_form, require_output, write_document, write_schema
 from gputrain_tui.commands.shared_flags import RUN_HELP
 from gputrain_tui.headless.comparison_text import comparison_lines
-from gputrain_tui.headless.foreground import use_colour
-from gputrain_tui.headless.progress import paint
 from gputrain_tui.history.comparison import differences
 from gputrain_tui.history.run_folders import Run, find
-from gputrain_tui.output import print_json, print_message, print_styled
+from gputrain_tui.output import print_message
+from gputrain_tui.report.comparison_page import comparison_page
 from gputrain_tui.report.load_report import read_recipe, read_run_record, run_facts
-from gputrain_tui.report.run_comparison import RecipeValues, RecordedRun, RunComparison, compare, parse_condition
+from gputrain_tui.report.run_comparison import DifferingValues, RecordedRun, RunComparison, compare, parse_condition
 from gputrain_tui.report.run_report import run_report
 from gputrain_tui.report.step_blocks import StepBlocks, without_core_waits
 from trainer.contract.errors import ExitCode, RequestError
@@ -34,33 +30,35 @@ def add_arguments(parser: ArgumentParser) -> None:
         action="append",
         default=[],
         help="exit with 1 if a run exceeds it beyond its interval: 'step_ms>+5%%', 'throughput<-5%%', "
-        "'loss@1000>+0.02', 'peak_memory>+10%%', finding:KIND; may be repeated",
+        "'loss@1000>+0.02', 'peak_memory>+10%%', 'metric:NAME<-0.01', finding:KIND; may be repeated",
     )
     parser.add_argument("--anyway", action="store_true", help="compare runs of other hardware or ranks, too")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print one JSON object")
-    form.add_argument("--schema", action="store_true", help="print the JSON Schema of --json")
+    add_form(parser)
 
 
 def run(args: Namespace) -> int:
     """Print the comparison; return exit code 1 if a limit is exceeded, 2 if it cannot be checked.
 
     Raises:
-        RequestError: there is no such run, or a condition is none.
+        RequestError: there is no such run, a condition is none, or the file exists.
     """
+    require_output(args)
     if args.schema:
-        print_json(msgspec.json.encode(msgspec.json.schema(RunComparison)).decode())
-        return ExitCode.FINISHED
+        return write_schema(args, RunComparison)
     if len(args.runs) < 2:
         raise RequestError("compare: name two runs or more, the one to compare with first; see `gputrain runs`")
     conditions = [parse_condition(text) for text in args.fail_on]
     runs = [find(name) for name in args.runs]
-    comparison = compare([_recorded(each) for each in runs], recipe=_recipe_values(runs), conditions=conditions)
-    if args.json:
-        print_json(msgspec.json.encode(comparison).decode())
-    else:
-        colour = use_colour(sys.stdout.isatty(), os.environ)
-        print_styled("\n".join(paint(line, colour=colour) for line in comparison_lines(comparison)))
+    recorded = [_recorded(each) for each in runs]
+    comparison = compare(recorded, recipe=_recipe_values(runs), conditions=conditions)
+    written = write_document(
+        args,
+        comparison,
+        lines=lambda: comparison_lines(comparison),
+        page=lambda: comparison_page(comparison, recorded),
+    )
+    if written != ExitCode.FINISHED:
+        return written
     if comparison.incomparable and not args.anyway:
         print_message(f"the runs cannot be compared: {'; '.join(comparison.incomparable)}; --anyway compares them")
         return ExitCode.BAD_REQUEST
@@ -86,11 +84,11 @@ def _recorded(run: Run) -> RecordedRun:
     return RecordedRun(report=report, blocks=blocks, undisturbed=undisturbed)
 
 
-def _recipe_values(runs: Sequence[Run]) -> list[RecipeValues]:
+def _recipe_values(runs: Sequence[Run]) -> list[DifferingValues]:
     """Return the keys that differ; none where a recipe cannot be read, which is said."""
     try:
         recipes = [read_recipe(each) for each in runs]
     except RequestError as error:
         print_message(f"the recipes are not compared: {error}")
         return []
-    return [RecipeValues(key=each.key, values=each.values) for each in differences(recipes)]
+    return [DifferingValues(key=each.key, values=each.values) for each in differences(recipes)]

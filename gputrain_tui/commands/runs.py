@@ -28,7 +28,7 @@ from gputrain_tui.history.summary import MAX_NAME_CHARS, UNREADABLE, summarize, 
 from gputrain_tui.lifecycle import launchers
 from gputrain_tui.output import print_json, print_styled, without_nan
 from gputrain_tui.tables import TableColumn, cut, duration, number, printable, table, width
-from trainer.contract.errors import ExitCode
+from trainer.contract.errors import ExitCode, nearest
 
 TITLES = (
     *("run", "state", "recipe", "ranks", "step", "loss", "valid", "lr", "tokens", "started", "took", "tags", "cause"),
@@ -72,10 +72,12 @@ def run(args: Namespace) -> int:
     wanted = run_filter(args.filter)
     sorted_runs([], args.sort or NEWEST_FIRST)
     counted = 0
+    metrics: dict[str, None] = {}
 
     def kept() -> Iterator[Entry]:
         nonlocal counted
         for counted, entry in enumerate(_entries(), start=1):  # noqa: B007 - the count is read at the end
+            metrics.update(dict.fromkeys(entry["metrics"] or ()))
             if wanted.keeps(entry):
                 yield entry
 
@@ -86,7 +88,9 @@ def run(args: Namespace) -> int:
         _print_json(entries)
     elif not _print_pages(entries):
         if counted:
-            print(f"none of {counted} runs matches {wanted.text!r}", file=sys.stderr)
+            unknown = (name for name in wanted.named if name not in metrics)
+            hints = "".join(f"; none has the metric {name!r}{nearest(name, metrics)}" for name in unknown)
+            print(f"none of {counted} runs matches {wanted.text!r}{hints}", file=sys.stderr)
         else:
             print(f"no run in {paths.runs_folder()} yet; start one with `gputrain run RECIPE`", file=sys.stderr)
     return ExitCode.FINISHED

@@ -193,6 +193,7 @@ ACTIONS: tuple[Action, ...] = (
     *_group("Comparison", "compare",
         ("axis", "t", "Steps or time", 1, "Draw the curves over optimizer steps, or over time since the start"),
         ("measure", "v", "Measure", 2, "Draw loss, throughput or the wait for gradient synchronisation"),
+        ("metric", "M", "Own metric", 0, "Choose one of the runs' own metrics to draw in place of the loss"),
         ("scale", "y", "Log scale", 2, "Switch the chart between linear and logarithmic scale"),
         ("smooth", "m", "Smooth", 3, "Change the smoothing of the curves"),
         ("back", "escape", "Back", 4, "Back to the runs")),

@@ -178,16 +178,20 @@ class Diagnosis:
         """Whether a symptom is not raised yet, or without the cause that is known now, or as a much smaller one.
 
         Ranks that wait for cores may do so for another cause than before: a quota that is set, or lifted. Which
-        collectives stalled ranks have called may come later than the stall.
+        collectives stalled ranks have called may come later than the stall, and the record of a rank in which the
+        first NaN stands, too, later than that of the others.
         """
         if key not in self._raised:
             return True
-        cause = self._raised[key][0].cause
+        raised = self._raised[key][0]
+        if symptom.kind == "non_finite" and symptom.step == raised.step and len(symptom.ranks) > len(raised.ranks):
+            return True
+        cause = raised.cause
         named = symptom.cause in ("cpu_quota", "collectives") or symptom.kind == "cpu_contention"
         other = cause == "unattributed" or named
         if other and symptom.cause != cause:
             return True
-        raised_ms = self._raised[key][0].evidence.get("excess_ms", math.inf)
+        raised_ms = raised.evidence.get("excess_ms", math.inf)
         return symptom.evidence.get("excess_ms", 0.0) >= GROWN_RATIO * raised_ms
 
     def _clear(self, present: dict[Key, Symptom], state: RunState, now: float) -> list[Finding]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gputrain_tui.headless.number_text import number
 from gputrain_tui.headless.progress import Piece
-from gputrain_tui.report.run_comparison import FigureComparison, RunComparison, change_text
+from gputrain_tui.history.run_columns import METRIC
+from gputrain_tui.report.run_comparison import DifferingValues, FigureComparison, RunComparison, change_text
 from gputrain_tui.tables import TableColumn, cut, size, table
 
 MAX_KEYS = 20
-"""Recipe keys that are shown; ``--json`` has all."""
+"""Recipe keys and versions that are shown; ``--json`` has all."""
+MAX_METRICS = 12
+"""The user's own metrics that are shown, likewise."""
 
 
 def comparison_lines(comparison: RunComparison) -> list[list[Piece]]:
@@ -18,14 +23,9 @@ def comparison_lines(comparison: RunComparison) -> list[list[Piece]]:
     for index, run in enumerate(comparison.runs[1:]):
         lines += [[(run, "bold"), (" against ", "dim"), (first, "bold")]]
         lines += [[("  not comparable  ", "alarm"), (text, "")] for text in comparison.incomparable]
-        changed = [each for each in comparison.recipe if each.values[index + 1] != each.values[0]]
-        for each in changed[:MAX_KEYS]:
-            before, now = (cut(value, 40) or "–" for value in (each.values[0], each.values[index + 1]))
-            lines.append([("  ", ""), (each.key, "dim"), (f"  {before} → {now}", "")])
-        if len(changed) > MAX_KEYS:
-            lines.append([(f"  … and {len(changed) - MAX_KEYS:,} keys more", "dim")])
-        if not changed:
-            lines.append([("  the same recipe", "dim")])
+        changed = _changes(comparison.recipe, index)
+        lines += changed or [[("  the same recipe", "dim")]]
+        lines += _changes(comparison.versions, index)
         lines += [[], *_figures(comparison, index), []]
     for limit in comparison.limits:
         style = "" if limit.exceeded is False else "alarm"
@@ -34,18 +34,35 @@ def comparison_lines(comparison: RunComparison) -> list[list[Piece]]:
     return lines if comparison.limits else lines[:-1]
 
 
+def _changes(values: Sequence[DifferingValues], index: int) -> list[list[Piece]]:
+    changed = [each for each in values if each.values[index + 1] != each.values[0]]
+    lines: list[list[Piece]] = []
+    for each in changed[:MAX_KEYS]:
+        before, now = (cut(value, 40) or "–" for value in (each.values[0], each.values[index + 1]))
+        lines.append([("  ", ""), (each.key, "dim"), (f"  {before} → {now}", "")])
+    if len(changed) > MAX_KEYS:
+        lines.append([(f"  … and {len(changed) - MAX_KEYS:,} keys more", "dim")])
+    return lines
+
+
 def _figures(comparison: RunComparison, index: int) -> list[list[Piece]]:
     rows = []
-    for figure in comparison.figures:
+    metrics = [figure for figure in comparison.figures if figure.name.startswith(METRIC)]
+    left_out = metrics[MAX_METRICS:]
+    for figure in comparison.figures[: len(comparison.figures) - len(left_out)]:
         difference = figure.differences[index]
         shown = change_text(difference, relative=figure.relative)
         noise = "" if difference.change is None or difference.beyond_noise else "noise"
-        name = figure.name.replace("_", " ").removesuffix(" ms") + (f", {figure.unit}" if figure.unit else "")
+        name = figure.name if figure.name.startswith(METRIC) else figure.name.replace("_", " ").removesuffix(" ms")
+        name += f", {figure.unit}" if figure.unit else ""
         rows.append((name, _value(figure, difference.before), _value(figure, difference.now), shown, noise))
     right = ("before", "now")
     columns = [TableColumn(title, right=title in right) for title in ("figure", "before", "now", "change", "")]
     title, *texts = table(columns, rows).splitlines()
-    return [[("  " + title, "dim")], *([("  " + text, "")] for text in texts)]
+    lines: list[list[Piece]] = [[("  " + title, "dim")], *([("  " + text, "")] for text in texts)]
+    if left_out:
+        lines.append([(f"  … and {len(left_out):,} metrics more", "dim")])
+    return lines
 
 
 def _value(figure: FigureComparison, value: float | None) -> str:

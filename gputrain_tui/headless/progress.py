@@ -229,10 +229,11 @@ def event_line(event: AnyEvent) -> list[Piece] | None:
     return None
 
 
-def wrapped(text: str) -> list[str]:
-    """Return a line for a log as lines of at most ``LOG_CELLS``, those after the first one indented."""
+def wrapped(text: str, width: int = LOG_CELLS) -> list[str]:
+    """Return a line as lines of at most ``width``, those after the first one indented by two cells more."""
+    indent = " " * (len(text) - len(text.lstrip()) + 2)
     return textwrap.wrap(
-        text, LOG_CELLS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False,
+        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False,
         drop_whitespace=True, replace_whitespace=False, expand_tabs=False,
     ) or [text]  # fmt: skip
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from gputrain_tui.headless.closing_report import failure_block, result_lines, status_line
 from gputrain_tui.headless.number_text import number, percent
-from gputrain_tui.headless.progress import Piece
+from gputrain_tui.headless.progress import Piece, wrapped
 from gputrain_tui.report.run_report import FindingReport, HostHardware, RunReport
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import TableColumn, cut, duration, size, table
@@ -19,11 +19,11 @@ NAMES = {"data": "data and copies", "sync": "exposed synchronisation", "other": 
 
 
 def report_lines(report: RunReport, state: RunState, width: int) -> list[list[Piece]]:
-    """Return the report in lines of about ``width`` cells; messages are never cut."""
+    """Return the report in lines of about ``width`` cells; messages are never cut, but wrapped."""
     lines: list[list[Piece]] = [[(report.id, "bold"), ("  ", ""), *status_line(state)]]
-    lines.append([(report.verdict.text, "alarm" if report.verdict.is_problem else "bold")])
+    lines += _wrapped(report.verdict.text, "alarm" if report.verdict.is_problem else "bold", width)
     if report.verdict.advice:
-        lines.append([(f"→ {report.verdict.advice}", "accent")])
+        lines += _wrapped(f"→ {report.verdict.advice}", "accent", width)
     if report.record_gap:
         lines.append([("record     ", "dim"), (report.record_gap, "alarm")])
     for text in _limited([*report.attempts][::-1], "attempts before"):
@@ -35,9 +35,9 @@ def report_lines(report: RunReport, state: RunState, width: int) -> list[list[Pi
     if state.step or state.validations:
         lines += [[], [("ranks and results", "bold")], *result_lines(state, width)]
     if report.findings:
-        lines += [[], [("what was found, and when", "bold")], *_finding_lines(report.findings, report.started)]
+        lines += [[], [("what was found, and when", "bold")], *_finding_lines(report, width)]
     if report.hosts:
-        lines += [[], [("hardware", "bold")], *([(text, "")] for text in _limited(list(_hosts(report.hosts)), "hosts"))]
+        lines += [[], [("hardware and versions", "bold")], *([(text, "")] for text in _hosts(report.hosts))]
     if report.previous_run is not None:
         lines += [[], [("recipe", "bold"), (f"  compared with {report.previous_run}", "dim")], *_changes(report)]
     lines += [[], [("record ", "dim"), (report.run_dir, "")]]
@@ -54,19 +54,26 @@ def _part_lines(report: RunReport) -> list[list[Piece]]:
     return [[("  " + title, "dim")], *([("  " + text, "")] for text in texts)]
 
 
-def _finding_lines(findings: Sequence[FindingReport], started: float | None) -> list[list[Piece]]:
-    """Return two lines for each finding: when it stood, and what it says; those that still stand first."""
-    ordered = sorted((each for each in findings if each.severity != "info"), key=lambda each: each.cleared is not None)
+def _wrapped(text: str, style: str, width: int) -> list[list[Piece]]:
+    return [[(line, style)] for line in wrapped(text, width)]
+
+
+def _finding_lines(report: RunReport, width: int) -> list[list[Piece]]:
+    """Return for each finding when it stood, and what it says; those that still stand first."""
+    severe = (each for each in report.findings if each.severity != "info")
+    ordered = sorted(severe, key=lambda each: each.cleared is not None)
     lines: list[list[Piece]] = []
     for each in ordered[:MAX_LINES]:
         stands = each.cleared is None
         style = "alarm" if stands else ""
-        lines.append([("  " + _when(each, started), "dim"), (f"  {each.kind.replace('_', ' ')}", style)])
-        lines.append([(f"    {each.message}", "")])
+        lines.append([("  " + _when(each, report.started), "dim"), (f"  {each.kind.replace('_', ' ')}", style)])
+        lines += _wrapped(f"    {each.message}", "", width)
         if stands and each.advice:
-            lines.append([(f"    → {each.advice}", "accent")])
+            lines += _wrapped(f"    → {each.advice}", "accent", width)
     if len(ordered) > MAX_LINES:
         lines.append([(f"  … and {len(ordered) - MAX_LINES:,} findings more", "dim")])
+    if report.earlier_findings:
+        lines.append([("  … and earlier ones, which only the record has", "dim")])
     return lines
 
 
@@ -82,7 +89,10 @@ def _when(finding: FindingReport, started: float | None) -> str:
     return f"after {begin}" + (f", for {duration(finding.cleared - finding.time)}" if finding.cleared else "")
 
 
-def _hosts(hosts: Sequence[HostHardware]) -> Iterator[str]:
+def _hosts(hosts: Sequence[HostHardware]) -> list[str]:
+    """Return a line for each host, and the versions once for those that have the same."""
+    lines = []
+    of_versions: dict[str, list[str]] = {}
     for host in hosts:
         cores = "" if host.cores is None else f"{host.cores} cores"
         if host.machine_cores not in (None, host.cores):
@@ -93,7 +103,15 @@ def _hosts(hosts: Sequence[HostHardware]) -> Iterator[str]:
             parts.append(
                 f"{len(host.gpus)} GPU{'s' * (len(host.gpus) > 1)}" + f" of {', '.join(memory)}" * bool(memory)
             )
-        yield f"  {host.host}  {', '.join(filter(None, parts))}"
+        lines.append(f"  {host.host}  {', '.join(filter(None, parts))}")
+        if host.versions:
+            text = ", ".join(f"{name} {version}" for name, version in host.versions.items())
+            of_versions.setdefault(text, []).append(host.host)
+    versions = [
+        "  " + text if len(of_versions) == 1 else f"  {cut(', '.join(names), 40)}  {text}"
+        for text, names in of_versions.items()
+    ]
+    return _limited(lines, "hosts") + _limited(versions, "versions")
 
 
 def _changes(report: RunReport) -> list[list[Piece]]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from gputrain_tui.history.metric_curves import MetricCurves
 from gputrain_tui.history.series import Series, interpolate, smooth
 from gputrain_tui.history.step_axis import AxisName
 from gputrain_tui.recipe.model import LAUNCH_OPTIONS, Recipe
@@ -19,7 +20,7 @@ from gputrain_tui.state.figures import Throughput, mean_share, samples_per_s, st
 from gputrain_tui.state.step_losses import newest_loss
 from gputrain_tui.state.totals import ZERO_TOTALS, Totals
 from trainer.contract.builtin_tasks import BUILT_IN
-from trainer.contract.record import AnyEvent, RunEnded, RunStarted, Step, Validation, World
+from trainer.contract.record import AnyEvent, Metrics, NoiseScale, RunEnded, RunStarted, Step, Validation, World
 
 MIN_RUNS, MAX_RUNS = 2, 6
 """Runs that can be compared at once: a terminal can show six distinct colours."""
@@ -95,6 +96,7 @@ class CurveHistory:
 
     def __init__(self, world_size: int) -> None:
         self.series = Series(world_size)
+        self.metrics = MetricCurves()
         self.validations: list[Validation] = []
         self._started: float | None = None
         self._totals: dict[int, Totals] = {}
@@ -108,6 +110,8 @@ class CurveHistory:
             self._totals[event.rank] = self._totals.get(event.rank, ZERO_TOTALS).plus(event)
         elif isinstance(event, RunStarted) and self._started is None:
             self._started = event.time
+        elif isinstance(event, Metrics | NoiseScale):
+            self.metrics.apply(event)
         elif isinstance(event, Validation):
             self.validations.append(event)
         elif isinstance(event, World):
@@ -153,14 +157,23 @@ class CurveHistory:
     def sync_share(self) -> float | None:
         return mean_share(self._totals.values(), "sync")
 
-    def points(self, columns: int, *, over_time: bool, smoothing: int = 0, measure: Measure = "loss") -> CurvePoints:
+    def points(
+        self,
+        columns: int,
+        *,
+        over_time: bool,
+        smoothing: int = 0,
+        measure: Measure = "loss",
+        own_metric: str | None = None,
+    ) -> CurvePoints:
         """Return a curve in ``columns`` columns of equally many steps, each at its middle.
 
         Over steps, or seconds since the start, and smoothed over ``smoothing`` steps; values are nats, samples of all
-        ranks or steps per second, or milliseconds.
+        ranks or steps per second, or milliseconds. ``own_metric`` is one of the user's own to take instead: means over
+        the ranks that report it.
         """
         window = self.series.window("sync_exposed_ms" if measure == "sync_exposed_ms" else "loss", columns)
-        if not window.last_step:
+        if not window.last_step or (own_metric is not None and own_metric not in self.metrics.names):
             return CurvePoints(at=(), values=())
         first, count = window.first_step, window.last_step - window.first_step + 1
         edges = [-(-column * count // columns) for column in range(columns + 1)]
@@ -171,7 +184,9 @@ class CurveHistory:
         ]
         at = [self.seconds_at(step) for step in steps] if over_time else steps
         values = window.median
-        if measure == "samples_per_s" or measure == "steps_per_s":
+        if own_metric is not None:
+            values = self.metrics[own_metric].window(columns, (first, window.last_step)).median
+        elif measure == "samples_per_s" or measure == "steps_per_s":
             values = self._rates(first, count, columns, "step" if measure == "steps_per_s" else "samples")
         return CurvePoints(at=at, values=smooth(values, smoothing, count / columns))
 

@@ -1,4 +1,4 @@
-"""Curves of a user's own metrics over the steps of a run. Pure, and of bounded memory."""
+"""Curves of a user's own metrics, and of the gradient noise scale, over the steps. Pure, and of bounded memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from math import isfinite, nan
 
 from gputrain_tui.history.series import Window, fill_gaps
 from gputrain_tui.state.newest_metrics import MAX_NAMES, own_values
-from trainer.contract.record import Metrics
+from trainer.contract.record import Metrics, NoiseScale
 
+NOISE_SCALE = "gradient noise scale, samples"
+"""Name of its curve."""
 MAX_POINTS = 2048
 """Points kept of a curve; at twice as many, those of neighbouring steps are merged."""
 
@@ -113,15 +115,19 @@ class MetricCurves:
         self.version = 0
         self._curves: dict[str, MetricCurve] = {}
 
-    def apply(self, event: Metrics) -> None:
+    def apply(self, event: Metrics | NoiseScale) -> None:
         self.version += 1
-        for name, value in own_values(event):
+        if isinstance(event, Metrics):
+            rank, values = event.rank, own_values(event)
+        else:
+            rank, values = 0, iter(() if event.samples is None else [(NOISE_SCALE, event.samples)])
+        for name, value in values:
             curve = self._curves.get(name)
             if curve is None:
                 if len(self._curves) >= MAX_NAMES:
                     continue
                 curve = self._curves[name] = MetricCurve()
-            curve.add(event.rank, event.step, value)
+            curve.add(rank, event.step, value)
 
     @property
     def names(self) -> list[str]:

@@ -53,7 +53,7 @@ RUN_COLUMNS: Mapping[str, FilterColumn[Entry]] = {
 }
 """By title, which is also the name in a filter; ``started`` is in Unix seconds, ``took`` in seconds."""
 METRIC = "metric:"
-"""Before the name of a user's own metric, in a filter and as a column to sort by."""
+"""Before the name of a user's own metric: in a filter, as a column to sort by, in a condition of ``compare``."""
 
 
 def metric_column(name: str) -> FilterColumn[Entry]:

@@ -23,7 +23,7 @@ from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
 from gputrain_tui.state.standstill import Standstill, StepWatch
 from trainer.contract.errors import RecordError
-from trainer.contract.record import AnyEvent, Metrics, NodeSample, RunEnded, Step, World
+from trainer.contract.record import AnyEvent, Metrics, NodeSample, NoiseScale, RunEnded, Step, World
 from trainer.contract.record.checkpoints import checkpoints_in
 from trainer.contract.record.downsampled import DownsampledBlock
 from trainer.contract.record.regular_file import size_of
@@ -191,7 +191,7 @@ class LiveRun:
             elif isinstance(event, NodeSample):
                 self.hardware.apply(event)
                 self._date_logs(event)
-            elif isinstance(event, Metrics):
+            elif isinstance(event, Metrics | NoiseScale):
                 self.metrics.apply(event)
         if events and isinstance(events[-1], RunEnded):
             self.series.flush()

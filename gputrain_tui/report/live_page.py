@@ -1,10 +1,13 @@
-"""The newest report and charts of one run for all its viewers: one thread reads the record, while anybody looks."""
+"""The newest report and charts of a run for all its viewers: one thread reads the record, while anybody looks."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
 
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.report.load_report import read_run_record, run_facts
@@ -22,63 +25,54 @@ LIVE_COLUMNS = 300
 
 
 class LivePage:
-    """Data of a run's page, read anew while there are viewers."""
+    """Data of a run's page; ``start`` reads the record for the first time."""
 
-    def __init__(self, run: Run, *, on_unused: Callable[[], None]) -> None:
-        """Read the record; ``on_unused`` is called once the last viewer is gone."""
-        self._blocks = StepBlocks()
-        self._live = read_run_record(run, on_step=self._blocks.apply)
-        self._facts = run_facts(self._live)
-        self._on_unused = on_unused
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self._changed = threading.Condition()
-        self._viewers = 0
-        self._is_followed = False
-        self._shown = -1
+        self._starting = threading.Lock()
+        self.viewers = 0
+        """Changed under the lock of ``LivePages``."""
         self.version = 0
         """Number of the newest data, from 1."""
         self.data = ""
         """Newest data, as ``page_data`` returns it."""
-        self._build()
+        self.report = b""
+        """Newest report, as JSON."""
+        self.is_over = False
+        """Whether the record is read no more; the next viewer gets another page."""
 
-    def join(self) -> None:
-        """Add a viewer; the first one starts the thread."""
-        with self._changed:
-            self._viewers += 1
-            if not self._is_followed:
-                self._is_followed = True
-                threading.Thread(target=self._follow, name=f"page of {self._live.id}", daemon=True).start()
-
-    def leave(self) -> None:
-        """Remove a viewer."""
-        with self._changed:
-            self._viewers -= 1
-
-    @property
-    def has_viewers(self) -> bool:
-        return self._viewers > 0
+    def start(self) -> bool:
+        """Read the whole record, unless it has been read; return whether this was the first time."""
+        with self._starting:
+            if self.version:
+                return False
+            self._blocks = StepBlocks()
+            self._live = read_run_record(self._run, on_step=self._blocks.apply)
+            self._facts = run_facts(self._live)
+            self._build()
+            return True
 
     def wait(self, version: int, timeout_s: float) -> bool:
         """Wait for data newer than ``version``; return whether there is any."""
         with self._changed:
-            return self._changed.wait_for(lambda: self.version > version, timeout_s)
+            self._changed.wait_for(lambda: self.version > version or self.is_over, timeout_s)
+            return self.version > version
+
+    def update(self) -> None:
+        """Read what has been recorded since."""
+        self._live.poll()
+        if self._live.version != self._shown:
+            self._build()
 
     def close(self) -> None:
-        """Close the record's files."""
-        self._live.close()
-
-    def _follow(self) -> None:
-        idle_s = 0.0
-        try:
-            while idle_s < LINGER_S:
-                time.sleep(INTERVAL_S)
-                idle_s = 0.0 if self._viewers else idle_s + INTERVAL_S
-                self._live.poll()
-                if self._live.version != self._shown:
-                    self._build()
-        finally:  # also where the record is gone: the next viewer starts anew
-            with self._changed:
-                self._is_followed = False
-            self._on_unused()
+        """Close the record's files, and end the waiting of all viewers."""
+        with self._changed:
+            self.is_over = True
+            self._changed.notify_all()
+        with self._starting:
+            if self.version:
+                self._live.close()
 
     def _build(self) -> None:
         live = self._live
@@ -89,6 +83,52 @@ class LivePage:
         data = page_data(report, charts)
         with self._changed:
             self._shown = live.version
-            self.data = data
+            self.data, self.report = data, msgspec.json.encode(report)
             self.version += 1
             self._changed.notify_all()
+
+
+class LivePages:
+    """The pages of the runs that have a viewer, or had one a moment ago."""
+
+    def __init__(self) -> None:
+        self._pages: dict[str, LivePage] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    @contextmanager
+    def viewing(self, run: Run) -> Iterator[LivePage]:
+        """Look at a run's page, which all its viewers share; others wait for none but their own run's record."""
+        with self._lock:
+            page = self._pages.setdefault(run.id, LivePage(run))
+            page.viewers += 1
+        try:
+            if page.start():
+                threading.Thread(target=self._follow, args=(run, page), name=f"page of {run.id}", daemon=True).start()
+            yield page
+        finally:
+            with self._lock:
+                page.viewers -= 1
+                if not (page.viewers or page.version):  # the record could not be read
+                    self._pages.pop(run.id, None)
+
+    def _follow(self, run: Run, page: LivePage) -> None:
+        viewed = time.monotonic()
+        try:
+            while run.dir.path.exists():
+                time.sleep(INTERVAL_S)
+                page.update()
+                with self._lock:
+                    if page.viewers:
+                        viewed = time.monotonic()
+                    elif time.monotonic() - viewed > LINGER_S:
+                        # Under the same lock, so that whoever comes now gets a page that is followed.
+                        del self._pages[run.id]
+                        return
+        finally:
+            with self._lock:
+                if self._pages.get(run.id) is page:
+                    del self._pages[run.id]
+            page.close()

@@ -1,4 +1,4 @@
-"""The page of a run: one HTML file that shows its report and charts, and asks for nothing else."""
+"""Pages of runs: one HTML file each, that shows a report or a comparison with charts, and asks for nothing else."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from gputrain_tui.report.run_report import RunReport
 FILES = Path(__file__).with_name("page_files")
 
 
-def page_html(report: RunReport, charts: RunCharts) -> str:
-    """Return the page. Text of a run is in it as JSON only, which its script sets as text, never as markup.
+def page_html(title: str, data: str, script: str) -> str:
+    """Return a page of ``data``, which is JSON by ``json_text``, drawn by a script of ``page_files``.
 
-    The policy of the page allows its own style and script, by their hashes, and nothing from anywhere else.
+    Text of a run is in it as JSON only, which its script sets as text, never as markup. The policy of the page allows
+    its own style and script, by their hashes, and nothing from anywhere else.
     """
-    style, script = ((FILES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style, *scripts = ((FILES / name).read_text(encoding="utf-8") for name in ("page.css", "charts.js", script))
+    code = "".join(scripts)
     policy = (
-        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(code)}; base-uri 'none'; form-action 'none'"
     )
     return "\n".join(
         (
@@ -31,19 +33,29 @@ def page_html(report: RunReport, charts: RunCharts) -> str:
             '<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{html.escape(report.id)}</title>",
+            f"<title>{html.escape(title)}</title>",
             f"<style>{style}</style>",
             "<main><noscript>This page draws its charts with a script of its own.</noscript></main>",
-            f'<script type="application/json" id="data">{page_data(report, charts)}</script>',
-            f"<script>{script}</script>",
+            f'<script type="application/json" id="data">{data}</script>',
+            f"<script>{code}</script>",
             "</html>",
         )
     )
 
 
+def report_page(report: RunReport, charts: RunCharts) -> str:
+    """Return the page of a run."""
+    return page_html(report.id, page_data(report, charts), "page.js")
+
+
 def page_data(report: RunReport, charts: RunCharts) -> str:
-    """Return report and charts as JSON that cannot end the element in which it stands."""
-    text = msgspec.json.encode({"report": report, "charts": charts}).decode()
+    """Return report and charts as JSON for a page."""
+    return json_text({"report": report, "charts": charts})
+
+
+def json_text(data: object) -> str:
+    """Return data as JSON that cannot end the element in which it stands."""
+    text = msgspec.json.encode(data).decode()
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 

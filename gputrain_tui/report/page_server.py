@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import html
+import io
 import re
 import secrets
 import socket
@@ -28,18 +29,18 @@ from gputrain_tui import paths
 from gputrain_tui.history.run_columns import cause, loss_cell
 from gputrain_tui.history.run_folders import RECENT_RUNS, Run, UnreadableRun, newest_runs, read_run
 from gputrain_tui.history.summary import summarize, summarize_unreadable
-from gputrain_tui.report.live_page import LivePage
+from gputrain_tui.report.live_page import LivePages
 from gputrain_tui.report.page import FILES
 from gputrain_tui.tables import duration, number
 from trainer.contract.errors import RequestError, quoted
 from trainer.contract.record.regular_file import read_tail
-from trainer.host.ports import free_port
+from trainer.host.ports import is_port_free
 
 LOOPBACK = "127.0.0.1"
 MAX_CONNECTIONS = 100
 """Connections at once; more are refused with 503."""
 REQUEST_TIMEOUT_S = 10.0
-"""Seconds that a client may take for a request, or a socket to take what is sent."""
+"""Seconds that a client may take for a whole request, or a socket to take what is sent."""
 HEARTBEAT_S = 15.0
 """Seconds after which a stream without news sends a comment, which notices a viewer that is gone."""
 LOG_BYTES = 256 << 10
@@ -48,7 +49,7 @@ POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
-STATIC = {"page.css": "text/css", "page.js": "text/javascript", "live.js": "text/javascript"}
+STATIC = {"page.css": "text/css", **dict.fromkeys(("charts.js", "page.js", "live.js"), "text/javascript")}
 LIST_TITLES = ("run", "state", "recipe", "ranks", "step", "loss", "started", "took", "what is wrong")
 
 
@@ -68,13 +69,13 @@ class PageServer(ThreadingHTTPServer):
         self.token = secrets.token_urlsafe(32)
         self.named = dict(named or {})
         self._free = threading.Semaphore(MAX_CONNECTIONS)
-        self._pages: dict[str, LivePage] = {}
-        self._pages_lock = threading.Lock()
+        self.pages = LivePages()
         try:
             super().__init__((host, port), PageRequest)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise RequestError(f"--port {port} is in use; {free_port()} is free") from None
+                free = next((other for other in range(port + 1, 1 << 16) if is_port_free(other)), 0)
+                raise RequestError(f"--port {port} is in use; {free or 'none above it'} is free") from None
             raise RequestError(f"--host {quoted(host)}: {error.strerror or error}") from None
         except UnicodeError:
             raise RequestError(f"--host {quoted(host)} is no name or address of a host") from None
@@ -117,20 +118,26 @@ class PageServer(ThreadingHTTPServer):
         found = read_run(paths.runs_folder() / run_id)
         return found if isinstance(found, Run) else None
 
-    def page_of(self, run: Run) -> LivePage:
-        """Return the page of a run, which all its viewers share, with one viewer more."""
-        with self._pages_lock:
-            page = self._pages.get(run.id)
-            if page is None:
-                page = self._pages[run.id] = LivePage(run, on_unused=lambda: self._forget(run.id, page))
-            page.join()
-            return page
 
-    def _forget(self, run_id: str, page: LivePage | None) -> None:
-        with self._pages_lock:
-            if page is not None and self._pages.get(run_id) is page and not page.has_viewers:
-                del self._pages[run_id]
-                page.close()
+class _Received(io.RawIOBase):
+    """What a client sends. The whole of a request has to arrive in time, however little comes at once."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self.begin_request()
+
+    def begin_request(self) -> None:
+        self._deadline = time.monotonic() + REQUEST_TIMEOUT_S
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        self._connection.settimeout(max(1e-3, self._deadline - time.monotonic()))
+        try:
+            return self._connection.recv_into(buffer)
+        finally:
+            self._connection.settimeout(REQUEST_TIMEOUT_S)
 
 
 class PageRequest(BaseHTTPRequestHandler):
@@ -141,6 +148,15 @@ class PageRequest(BaseHTTPRequestHandler):
     server_version = "gputrain"
     sys_version = ""
     timeout: ClassVar[float] = REQUEST_TIMEOUT_S
+
+    def setup(self) -> None:
+        super().setup()
+        self._received = _Received(self.connection)
+        self.rfile = io.BufferedReader(self._received)
+
+    def handle_one_request(self) -> None:
+        self._received.begin_request()
+        super().handle_one_request()
 
     def do_GET(self) -> None:
         """Answer a request of who is allowed to ask."""
@@ -203,18 +219,20 @@ class PageRequest(BaseHTTPRequestHandler):
     def _run(self, run: Run, rest: list[str]) -> None:
         match rest:
             case []:
-                page = self.server.page_of(run)
-                data = page.data
-                page.leave()
+                with self.server.pages.viewing(run) as page:
+                    data = page.data
                 logs = "".join(
                     f' <a href="/run/{quote(run.id)}/log/{name}">{name}</a>' for name in _log_names(run)[:64]
                 )
                 body = (
                     f'<nav><a href="/">all runs</a> · logs:{logs}</nav><main></main>'
                     f'<script type="application/json" id="data">{data}</script>'
-                    '<script src="/page.js"></script><script src="/live.js"></script>'
+                    '<script src="/charts.js"></script><script src="/page.js"></script><script src="/live.js"></script>'
                 )
                 self._page(run.id, body)
+            case ["report.json"]:
+                with self.server.pages.viewing(run) as page:
+                    self._answer(HTTPStatus.OK, page.report, "application/json")
             case ["events"]:
                 self._stream(run)
             case ["log", name] if name in _log_names(run):
@@ -228,19 +246,17 @@ class PageRequest(BaseHTTPRequestHandler):
         self.close_connection = True
         self.send_response(HTTPStatus.OK)
         self._send_headers("text/event-stream", {"Connection": "close"})
-        page = self.server.page_of(run)
+        if self.command == "HEAD":
+            return
         version = 0
-        try:
-            while True:
+        # A viewer may be gone, or too slow to take what is sent.
+        with self.server.pages.viewing(run) as page, suppress(OSError):
+            while not page.is_over:
                 if page.wait(version, HEARTBEAT_S):
                     version, data = page.version, page.data
                     self.wfile.write(f"data: {data}\n\n".encode())
                 else:
                     self.wfile.write(b": nothing new\n\n")
-        except OSError:
-            pass  # gone, or too slow to take what was sent
-        finally:
-            page.leave()
 
     def _page(self, title: str, body: str) -> None:
         text = (
@@ -274,8 +290,11 @@ class PageRequest(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer a request that is none with its status alone: nothing of it comes back."""
         del message, explain
+        headers = {"Connection": "close"}
+        if code == HTTPStatus.NOT_IMPLEMENTED:  # what the base class says of each method without a function
+            code, headers["Allow"] = HTTPStatus.METHOD_NOT_ALLOWED, "GET, HEAD"
         with suppress(OSError):
-            self._answer(HTTPStatus(code), headers={"Connection": "close"})
+            self._answer(HTTPStatus(code), headers=headers)
         self.close_connection = True
 
     def log_message(self, *_: Any) -> None:

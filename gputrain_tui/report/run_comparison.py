@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -11,6 +11,7 @@ from math import isfinite
 import msgspec
 from msgspec.structs import replace
 
+from gputrain_tui.history.run_columns import METRIC
 from gputrain_tui.report.run_report import RunReport
 from gputrain_tui.report.step_blocks import (
     MIN_VALUES,
@@ -65,12 +66,12 @@ class FigureComparison(msgspec.Struct, frozen=True, kw_only=True):
     """One for each run after the first."""
 
 
-class RecipeValues(msgspec.Struct, frozen=True, kw_only=True):
-    """A recipe key whose values differ."""
+class DifferingValues(msgspec.Struct, frozen=True, kw_only=True):
+    """A recipe key, or what has a version, whose values differ."""
 
     key: str
     values: tuple[str, ...]
-    """One for each run."""
+    """One for each run; empty where it has none."""
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +90,9 @@ class RunComparison(msgspec.Struct, frozen=True, kw_only=True):
 
     schema_version: int = COMPARISON_SCHEMA_VERSION
     runs: tuple[str, ...]
-    recipe: tuple[RecipeValues, ...] = ()
+    recipe: tuple[DifferingValues, ...] = ()
+    versions: tuple[DifferingValues, ...] = ()
+    """Of torch, driver and so on, on all hosts of a run; of runs whose record has them."""
     incomparable: tuple[str, ...] = ()
     """Why the speed of the runs cannot be compared: other hardware or ranks, or no steps."""
     figures: tuple[FigureComparison, ...] = ()
@@ -105,9 +108,20 @@ class Figure:
     of: Measure
 
 
-def _loss(block: Sequence[Totals]) -> float | None:
+def block_loss(block: Sequence[Totals]) -> float | None:
+    """Return the mean loss of a block; None where none is known."""
     steps = sum(sums.loss_steps for sums in block)
     return sum(sums.loss for sums in block) / steps if steps else None
+
+
+def block_samples(block: Sequence[Totals]) -> float:
+    """Return the samples of a block over all ranks."""
+    return sum(sums.samples for sums in block)
+
+
+def block_time_ms(block: Sequence[Totals]) -> float:
+    """Return the time of a block's steps, ms: validations, checkpoints and starts are not in it."""
+    return sum(sums.step_ms for sums in block) / max(len(block), 1)
 
 
 SPEEDS = (
@@ -118,30 +132,54 @@ SPEEDS = (
 )
 """Figures over the steps after the warm-up, by relative difference."""
 WITH_INTERVAL = tuple(figure.name for figure in SPEEDS)
-SINGLE = ("peak_memory", "loss", "valid")
+LOSSES = ("loss", "loss_by_samples", "loss_by_time", "valid")
+SINGLE = ("peak_memory", *LOSSES)
 """Further names of conditions."""
 
 
 def compare(
-    runs: Sequence[RecordedRun], *, recipe: Sequence[RecipeValues] = (), conditions: Sequence[Condition] = ()
+    runs: Sequence[RecordedRun], *, recipe: Sequence[DifferingValues] = (), conditions: Sequence[Condition] = ()
 ) -> RunComparison:
     """Compare each run with the first."""
     figures = [_speed(figure, runs) for figure in SPEEDS]
-    figures.append(_losses("loss", runs, min(run.blocks.last_step for run in runs)))
+    figures.append(_losses("loss", runs, [min(run.blocks.last_step for run in runs)] * len(runs)))
+    for name, of in (("loss_by_samples", block_samples), ("loss_by_time", block_time_ms)):
+        if amount := min(run.blocks.amount(of) for run in runs):
+            figures.append(_losses(name, runs, [run.blocks.step_after(amount, of) for run in runs]))
     steps = {each.at for each in conditions if each.at is not None}
-    figures += [_losses(f"loss@{step}", runs, step) for step in sorted(steps)]
+    figures += [_losses(f"loss@{step}", runs, [step] * len(runs)) for step in sorted(steps)]
     figures.append(_single("valid", "", runs, _valid, relative=False))
     figures.append(_single("peak_memory", "bytes", runs, _peak_memory, relative=True))
+    for name in dict.fromkeys(name for run in runs for name in run.report.metrics):
+        figures.append(_single(METRIC + name, "", runs, partial(_metric, name=name), relative=False))
     known = tuple(each for each in figures if any(d.before is not None or d.now is not None for d in each.differences))
     return RunComparison(
         runs=tuple(run.report.id for run in runs),
         recipe=tuple(recipe),
+        versions=tuple(_versions([run.report for run in runs])),
         incomparable=tuple(incomparable([run.report for run in runs])),
         figures=known,
         limits=tuple(
             _checked(condition, known, runs, index) for index in range(1, len(runs)) for condition in conditions
         ),
     )
+
+
+def _versions(reports: Sequence[RunReport]) -> Iterator[DifferingValues]:
+    """Yield the versions that differ; nothing where a record of before versions were kept is among the runs."""
+    of_runs: list[dict[str, str]] = []
+    for report in reports:
+        of_hosts: dict[str, list[str]] = {}
+        for host in report.hosts:
+            for name, version in host.versions.items():
+                of_hosts.setdefault(name, []).append(version)
+        of_runs.append({name: ", ".join(sorted({*each})) for name, each in of_hosts.items()})
+    if not all(of_runs):
+        return
+    for name in dict.fromkeys(name for versions in of_runs for name in versions):
+        values = tuple(versions.get(name, "") for versions in of_runs)
+        if len({*values}) > 1:
+            yield DifferingValues(key=name, values=values)
 
 
 def incomparable(reports: Sequence[RunReport]) -> list[str]:
@@ -181,9 +219,9 @@ def _speed(figure: Figure, runs: Sequence[RecordedRun]) -> FigureComparison:
     return FigureComparison(name=figure.name, unit=figure.unit, relative=True, differences=changes)
 
 
-def _losses(name: str, runs: Sequence[RecordedRun], step: int) -> FigureComparison:
-    """Compare the losses around a step, each the mean of the blocks near it."""
-    values = [block_values(run.blocks.around(step), _loss) for run in runs]
+def _losses(name: str, runs: Sequence[RecordedRun], steps: Sequence[int]) -> FigureComparison:
+    """Compare the losses around a step of each run, each the mean of the blocks near it."""
+    values = [block_values(run.blocks.around(step), block_loss) for run, step in zip(runs, steps, strict=True)]
     changes = tuple(_difference(values[0], other, relative=False) for other in values[1:])
     unit = next((run.report.loss_unit for run in runs if run.report.loss_unit), "")
     return FigureComparison(name=name, unit=unit, relative=False, differences=changes)
@@ -227,6 +265,10 @@ def _peak_memory(report: RunReport) -> float | None:
     return float(max(peaks)) if peaks else None
 
 
+def _metric(report: RunReport, *, name: str) -> float | None:
+    return report.metrics.get(name)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Condition:
     """A condition of ``--fail-on``, such as ``step_ms>+5%`` or ``finding:straggler``."""
@@ -239,11 +281,14 @@ class Condition:
     sign: int = 1
     """1: more fails, -1: less."""
     limit: float = 0.0
-    """Of the change: relative, or absolute for a loss."""
+    """Of the change: relative, or absolute for a loss or a metric."""
     finding: str = ""
 
 
-PATTERN = re.compile(r"(?P<name>[a-z_]+)(?:@(?P<at>\d+))?(?P<sign>[<>])(?P<limit>[+-]?\d+(?:\.\d+)?)(?P<percent>%?)")
+PATTERN = re.compile(
+    rf"(?:(?P<metric>{METRIC}.+?)|(?P<name>[a-z_]+)(?:@(?P<at>\d+))?)"
+    r"\s*(?P<sign>[<>])\s*(?P<limit>[+-]?\d+(?:\.\d+)?)\s*(?P<percent>%?)"
+)
 
 
 def parse_condition(text: str) -> Condition:
@@ -257,19 +302,19 @@ def parse_condition(text: str) -> Condition:
         if not re.fullmatch(r"[a-z_]+", kind):
             raise RequestError(f"--fail-on {quoted(text)}: name a kind of finding, such as finding:straggler")
         return Condition(text=text, name="finding", finding=kind)
-    match = PATTERN.fullmatch(text.replace(" ", ""))
+    match = PATTERN.fullmatch(text.strip())
     if match is None:
         raise RequestError(
             f"--fail-on {quoted(text)} is no condition: write FIGURE>+LIMIT or FIGURE<-LIMIT, such as 'step_ms>+5%', "
-            "'throughput<-5%', 'loss@1000>+0.02', or finding:KIND"
+            "'throughput<-5%', 'loss@1000>+0.02', 'metric:val/acc<-0.01', or finding:KIND"
         )
-    name, sign = match["name"], 1 if match["sign"] == ">" else -1
+    name, sign = match["metric"] or match["name"], 1 if match["sign"] == ">" else -1
     names = [*WITH_INTERVAL, *SINGLE]
-    if name not in names:
+    if name not in names and not match["metric"]:
         raise RequestError(
             f"--fail-on {quoted(text)}: {quoted(name)} is no figure{nearest(name, names)}; they are {', '.join(names)}"
         )
-    absolute = name in ("loss", "valid")
+    absolute = name in LOSSES or bool(match["metric"])
     if bool(match["percent"]) == absolute:
         unit = "an absolute limit, such as +0.02" if absolute else "a limit in percent, such as +5%"
         raise RequestError(f"--fail-on {quoted(text)}: {name} takes {unit}")
@@ -298,7 +343,8 @@ def _checked(
     difference = None if found is None else found.differences[index - 1]
     if found is None or difference is None or difference.change is None:
         missing = runs[0].report.id if difference is None or difference.before is None else run.id
-        return Limit(condition=condition.text, run=run.id, exceeded=None, text=f"{name} is not known of {missing}")
+        text = f"{name} is not known of {missing}{nearest(name, [each.name for each in figures])}"
+        return Limit(condition=condition.text, run=run.id, exceeded=None, text=text)
     if difference.interval is None and found.name in WITH_INTERVAL:
         text = f"{name}: too few steps for an interval ({MIN_VALUES} blocks after the warm-up are needed)"
         return Limit(condition=condition.text, run=run.id, exceeded=None, text=text)

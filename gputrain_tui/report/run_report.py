@@ -90,6 +90,8 @@ class HostHardware(msgspec.Struct, frozen=True, kw_only=True):
     machine_cores: int | None = None
     memory_total_bytes: int | None = None
     gpus: tuple[GpuCard, ...] = ()
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
+    """By name, such as ``torch``; empty in records of before they were kept."""
 
 
 class GpuCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,6 +153,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """The user's own by name: the newest values, over the ranks that report them; null: not finite."""
     findings: tuple[FindingReport, ...] = ()
     """By the time at which each was raised."""
+    earlier_findings: bool = False
+    """Whether there were more, of which the newest are kept."""
     attempts: tuple[str, ...] = ()
     """How each attempt before the last one ended."""
     hosts: tuple[HostHardware, ...] = ()
@@ -207,8 +211,9 @@ def run_report(state: RunState, facts: RunFacts) -> RunReport:
         ),
         metrics={name: _finite(value) for name, value in state.metrics.values().items()},
         findings=tuple(past_findings(state.past_findings, state.findings)),
+        earlier_findings=len(state.past_findings) == state.past_findings.maxlen,
         attempts=tuple(each.message for each in state.past_findings if each.kind == RESTARTED),
-        hosts=tuple(_host(state.nodes[node]) for node in sorted(state.nodes)),
+        hosts=_hosts(state),
         record_gap=state.record_gap or None,
     )
 
@@ -225,7 +230,10 @@ def step_parts(all_sums: Iterable[Totals]) -> tuple[StepPart, ...]:
 
 
 def verdict(state: RunState, status: str) -> Verdict:
-    """Return what limits the run: its failure, else its gravest finding, else the largest part of its steps."""
+    """Return what limits the run: its failure, else its gravest finding, else the largest part of its steps.
+
+    A finding counts that stands, or stood for more than half of the steps.
+    """
     failure = state.root_cause
     if status == "failed" and failure is not None:
         text = f"{failure_summary(failure)}: {failure.message}"
@@ -249,7 +257,27 @@ def verdict(state: RunState, status: str) -> Verdict:
             cause=worst.cause,
             advice=worst.advice or None,
         )
+    stood = [each for each in past_findings(state.past_findings, state.findings) if each.severity != "info"]
+    longest = max(stood, key=_steps_stood, default=None)
+    if longest is not None and (steps := _steps_stood(longest)) > state.step / 2:
+        return Verdict(
+            kind=longest.kind,
+            text=f"{longest.message}; so it was for {steps:,} of {state.step:,} steps, until step "
+            f"{longest.cleared_step:,}",
+            is_problem=True,
+            rank=longest.rank,
+            host=longest.host,
+            cause=longest.cause,
+            advice=longest.advice,
+        )
     return _largest_part(state)
+
+
+def _steps_stood(finding: FindingReport) -> int:
+    """Return for how many steps a finding stood that is cleared; 0 where that is not known."""
+    if finding.step is None or finding.cleared_step is None:
+        return 0
+    return finding.cleared_step - finding.step
 
 
 BOUND = {
@@ -345,8 +373,14 @@ def _rank(view: RankView, late: Mapping[int, float], named: Mapping[int, Sequenc
     )
 
 
-def _host(sample: NodeSample) -> HostHardware:
+def _hosts(state: RunState) -> tuple[HostHardware, ...]:
+    versions = {view.host: view.versions for view in state.ranks.values() if view.versions}
+    return tuple(_host(state.nodes[node], versions.get(state.nodes[node].host, {})) for node in sorted(state.nodes))
+
+
+def _host(sample: NodeSample, versions: dict[str, str]) -> HostHardware:
     return HostHardware(
+        versions=versions,
         host=sample.host,
         node=sample.node,
         cores=sample.cores,

@@ -54,6 +54,19 @@ class StepBlocks:
         """Last step that the blocks may hold."""
         return (max(self._blocks) + 1) * self.length if self._blocks else 0
 
+    def amount(self, of: Callable[[Sequence[Totals]], float]) -> float:
+        """Return the sum of an amount over all blocks."""
+        return sum(of(list(sums.values())) for sums in self._blocks.values())
+
+    def step_after(self, amount: float, of: Callable[[Sequence[Totals]], float]) -> int:
+        """Return the step at which the blocks up to it have an amount, such as of samples, or else the last step."""
+        for first, last, sums in self.numbered():
+            here = of(sums)
+            if here >= amount > 0:
+                return first + round((last - first) * amount / here)
+            amount -= here
+        return self.last_step
+
     def numbered(self) -> Iterator[tuple[int, int, Sequence[Totals]]]:
         """Yield first and last step of each block with the sums of its ranks, in order."""
         for number in sorted(self._blocks):

@@ -46,6 +46,8 @@ class RankView:
     device: str | None = None
     pid: int | None = None
     threads: int | None = None
+    versions: dict[str, str] | None = None
+    """Those of its host, if it is the host's first rank."""
     """Threads on which torch computes on the CPU."""
     starts: int = 0
     message: str | None = None
@@ -129,7 +131,7 @@ class RankView:
         self.state, self.time, self.message = event.state, event.time, event.message
         if event.state != "failed":
             self.failure = None
-        for name in ("local_rank", "node", "host", "device", "pid", "threads"):
+        for name in ("local_rank", "node", "host", "device", "pid", "threads", "versions"):
             value = getattr(event, name)
             if value is not None:
                 setattr(self, name, value)

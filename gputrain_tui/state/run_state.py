@@ -358,7 +358,8 @@ class RunState:
                 self._attribute()
             begun = view.pid is not None and view.state not in (None, "spawned")
             if (begun or view.state in ("finished", "failed")) and view.pid == event.pid:
-                return  # the node agent's file may be read later than the rank's
+                view.versions = event.versions  # the node agent's file may be read later than the rank's
+                return
             view.unheard = None
             if view.last is not None:
                 view.restart()

@@ -1,4 +1,6 @@
-"""DDP script that trains on request: each line of its input, "BATCH STEPS", is one request.
+"""DDP script that trains on request: each line of its input, "BATCH STEPS METRICS", is one request.
+
+After each step it gives so many metrics to the client of an experiment tracker, the module ``mlflow``.
 
 It does not depend on its launcher. Its ranks read and answer through named pipes in the folder given as argument.
 """
@@ -54,13 +56,18 @@ def main() -> None:
         Path(sys.argv[1], f"{rank}.answer").open("w") as answer,
     ):
         for line in requests:
-            batch, steps = map(int, line.split())
+            batch, steps, metrics = map(int, line.split())
+            if metrics:
+                import mlflow  # type: ignore[import-not-found]
             dist.barrier()
             began = time.perf_counter()
             for points in DataLoader(RepeatedBatch(batch, steps), batch_size=None):
                 optimizer.zero_grad()
-                model(points).square().mean().backward()
+                loss = model(points).square().mean()
+                loss.backward()
                 optimizer.step()
+                if metrics:
+                    mlflow.log_metrics({f"metric {number}": loss for number in range(metrics)})
             print((time.perf_counter() - began) / steps, file=answer, flush=True)
     os._exit(0)
 

@@ -246,9 +246,9 @@ def test_a_killed_rank_starts_all_hosts_again_and_ctrl_c_saves_on_all_of_them(cl
     wait_until(lambda: list(cluster.lab.disk_of(cluster.h1).glob("home/runs/*/checkpoints/step_*.pt")), "one is saved")
     os.kill(pids(cluster.record, 3)[0], signal.SIGKILL)
     wait_until(lambda: len(pids(cluster.record, 3)) == 2, "it is started again", [command])
-    restarted_at = time.time()
+    again = time.time()
     wait_until(
-        lambda: all(stepped_after(cluster.record, rank, restarted_at) for rank in range(4)), "all train again", [command]
+        lambda: all(stepped_after(cluster.record, rank, again) for rank in range(4)), "all train again", [command]
     )
     command.send_signal(signal.SIGINT)
     output, _ = command.communicate(timeout=LIMIT_S)

@@ -107,6 +107,34 @@ def test_charts_are_drawn_and_read_the_values_of_the_export(window: browser.Brow
     assert window.messages() == []
 
 
+def test_a_comparison_has_curves_over_steps_samples_or_time_and_the_exit_code_of_its_limits(
+    window: browser.Browser, run: Run, tmp_path: Path
+) -> None:
+    bad = "</script><b>late"
+    late = synthetic.run(tmp_path / "runs", name=bad, nodes=2, steps=STEPS // 2, status="finished", seed=5)
+    path = tmp_path / "compare.html"
+    limit = ("--fail-on", "loss_by_samples>+0.5", "--fail-on", "finding:straggler")
+    assert cli.main(["compare", late.id, run.id, *limit, "--html", "-o", str(path)]) == 1
+    assert cli.main(["compare", late.id, run.id, "--html", "-o", str(path)]) == 2, "the file exists"
+    window.messages()
+    window.open(path.as_uri())
+    assert window.run("return document.querySelector('h1').textContent") == f"{run.id} against {late.id}"
+    assert window.run("return [...document.querySelectorAll('.verdict strong')].map((e) => e.textContent)") == [
+        "kept  loss_by_samples>+0.5",
+        "exceeded  finding:straggler",
+    ]
+    for axis, name, last in (("steps", "step", STEPS), ("samples", "sample", STEPS * 64)):
+        window.run(CHOOSE, axis)
+        text = window.run(READ, "loss", "End")
+        at, theirs, own = re.match(rf"{name} ([\d,]+): (\S+ \S+), (\S+ \S+)$", text).groups()  # type: ignore[union-attr]
+        assert int(at.replace(",", "")) == pytest.approx(last, rel=0.02)
+        assert theirs == f"{late.id} –", "it is not drawn on beyond its last step"
+        assert float(own.removeprefix(run.id)) == pytest.approx(1.6, abs=0.2)
+    assert window.run("return document.querySelectorAll('.change rect').length") >= 4
+    assert window.run("return document.querySelector('b') === null")
+    assert window.messages() == []
+
+
 @pytest.mark.parametrize("width", [400, 1280])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_text_keeps_its_contrast_and_nothing_is_wider_than_the_window(

@@ -92,10 +92,13 @@ class TerminalBytes(io.BytesIO):
 
 
 def call(home: Path, *words: str) -> tuple[int, str, str]:
-    """Run a command in this process, as on a terminal without colours; return its exit code and what it printed."""
+    """Run a command in this process, as on a terminal without colours; return its exit code and what it printed.
+
+    A dumb one: on another, a command that takes seconds moves the cursor to show its progress.
+    """
     out, err = (io.TextIOWrapper(TerminalBytes(), encoding="utf-8", write_through=True) for _ in range(2))
-    kept = {name: os.environ.get(name) for name in ("GPUTRAIN_HOME", "NO_COLOR")}
-    os.environ |= {"GPUTRAIN_HOME": str(home), "NO_COLOR": "1"}
+    kept = {name: os.environ.get(name) for name in ("GPUTRAIN_HOME", "NO_COLOR", "TERM")}
+    os.environ |= {"GPUTRAIN_HOME": str(home), "NO_COLOR": "1", "TERM": "dumb"}
     try:
         with (
             contextlib.redirect_stdout(out),

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import synthetic
 from row_texts import row_text
 from run_dirs import run_dir
 from screens_at_rest import in_loop, open_screen, quiet_app, screen_text, settle
@@ -19,7 +20,7 @@ from gputrain_tui.history.status_file import write_status
 from gputrain_tui.history.summary import summarize
 from gputrain_tui.lifecycle.delete import delete_run
 from trainer.contract.errors import RequestError
-from trainer.contract.record import Finding
+from trainer.contract.record import Finding, Metrics
 
 T0 = 1_790_000_000.0
 
@@ -114,6 +115,9 @@ async def test_the_screen_refuses_to_delete_a_running_run(root: Path) -> None:
 
 @in_loop
 async def test_marking_two_runs_compares_their_curves_and_recipes(three_runs: list[Run]) -> None:
+    for run in three_runs[:2]:
+        events = (Metrics(time=2e9, rank=0, step=step, values={"f1 [b]": step / 8}) for step in (1, 8))
+        synthetic.write(run.dir.rank_events(0), *events)
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await open_screen(pilot, history())
@@ -142,6 +146,12 @@ async def test_marking_two_runs_compares_their_curves_and_recipes(three_runs: li
         await settle(pilot)
         assert "throughput  samples/s of all ranks over time since the start" in screen_text(app)
         assert any("samples/s" in row and "32" in row for row in screen_text(app).splitlines()[-20:])
+        await pilot.press("v")
+        await settle(pilot)
+        assert "sync wait  ms over time" in screen_text(app)
+        await pilot.press("M", "f", "1", "enter")
+        await settle(pilot)
+        assert "f1 [b]  mean of the ranks over time" in screen_text(app)
         await pilot.press("v")
         await settle(pilot)
         assert "sync wait  ms over time" in screen_text(app)

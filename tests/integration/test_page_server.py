@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 import synthetic
 from waiting import LIMIT_S, until
 
 from gputrain_tui.history.run_folders import Run
+from gputrain_tui.report import live_page, page_server
 from gputrain_tui.report.page_server import MAX_CONNECTIONS, PageServer
+from gputrain_tui.report.run_report import RunReport
 from trainer.contract.errors import RequestError
 
 
@@ -40,6 +46,17 @@ class Site:
         self.headers = {name.lower(): value for name, value in answer.getheaders()}
         connection.close()
         return answer.status, body
+
+    @contextmanager
+    def stream(self) -> Iterator[Iterator[bytes]]:
+        """The lines of the stream of the run's page, until the server ends it."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=LIMIT_S)
+        cookie = {"Cookie": f"gputrain_{self.server.port}={self.server.token}"}
+        connection.request("GET", f"/run/{self.run.id.replace('<', '%3C')}/events", headers=cookie)
+        answer = connection.getresponse()
+        yield iter(answer.readline, b"")
+        answer.close()
+        connection.close()
 
     def raw(self, data: bytes) -> bytes:
         """Send bytes, and return the first line of the answer; empty where the connection is closed."""
@@ -93,12 +110,51 @@ def test_a_run_has_its_page_its_logs_and_a_stream_of_its_data(site: Site) -> Non
     assert site.headers["x-content-type-options"] == "nosniff"
     assert site.get("/page.js")[0] == 200
     assert site.get("/page.js", method="HEAD") == (200, b"")
-    connection = http.client.HTTPConnection("127.0.0.1", site.server.port, timeout=LIMIT_S)
-    cookie = {"Cookie": f"gputrain_{site.server.port}={site.server.token}"}
-    connection.request("GET", f"/run/{site.run.id.replace('<', '%3C')}/events", headers=cookie)
-    line = connection.getresponse().readline()
-    assert json.loads(line.removeprefix(b"data: "))["report"]["id"] == site.run.id
-    connection.close()
+    status, body = site.get(f"/run/{site.run.id.replace('<', '%3C')}/report.json")
+    assert (status, site.headers["content-type"]) == (200, "application/json; charset=utf-8")
+    assert msgspec.json.decode(body, type=RunReport).step == 30
+    with site.stream() as lines:
+        assert json.loads(next(lines).removeprefix(b"data: "))["report"]["id"] == site.run.id
+    assert site.get(f"/run/{site.run.id.replace('<', '%3C')}/events", method="HEAD") == (200, b"")
+    assert site.headers["content-type"].startswith("text/event-stream")
+
+
+def test_a_viewer_who_comes_when_nobody_has_looked_for_long_is_followed_anew(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_page, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(live_page, "LINGER_S", 0.05)
+    monkeypatch.setattr(page_server, "HEARTBEAT_S", 0.02)  # a viewer who is gone is noticed so
+    for step in (31, 32, 33):
+        with site.stream() as lines:
+            next(lines)
+            synthetic.write(site.run.dir.rank_events(0), synthetic.step_of(0, step, random.Random(1)))
+            assert any(f'"steps":{step}'.encode() in line for line in lines)
+        until(lambda: not len(site.server.pages))
+
+
+def test_the_stream_of_a_run_that_is_deleted_ends(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_page, "INTERVAL_S", 0.02)
+    with site.stream() as lines:
+        next(lines)
+        shutil.rmtree(site.run.dir.path)
+        assert [line for line in lines if line.startswith(b"data")] == []
+    assert site.get(f"/run/{site.run.id.replace('<', '%3C')}") == (404, b"")
+
+
+def test_a_request_that_comes_byte_by_byte_is_given_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_server, "REQUEST_TIMEOUT_S", 0.3)
+    with socket.create_connection(("127.0.0.1", site.server.port), timeout=LIMIT_S) as client:
+        client.settimeout(0.05)
+        for byte in b"GET / HTTP/1.1\r\nX: " + b"a" * 1000:
+            client.send(bytes([byte]))
+            try:
+                assert client.recv(1) == b"", "the server has nothing to say to such a client"
+                break
+            except TimeoutError:
+                continue
+        else:
+            pytest.fail("it takes a place for as long as it likes")
 
 
 REFUSED: dict[str, tuple[str, dict[str, str], int]] = {
@@ -127,7 +183,8 @@ def test_what_is_not_for_this_page_is_refused_without_a_word(site: Site, name: s
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT"])
 def test_no_request_writes(site: Site, method: str) -> None:
-    assert site.get("/", method=method)[0] == 501
+    assert site.get("/", method=method)[0] == 405
+    assert site.headers["allow"] == "GET, HEAD"
 
 
 def test_a_long_request_is_cut_off(site: Site) -> None:
@@ -156,9 +213,10 @@ def test_at_all_addresses_each_of_this_machine_is_a_host_and_no_other_name(
         assert "evil.example" not in server.hosts
 
 
-def test_a_port_in_use_is_said_with_a_free_one(site: Site) -> None:
-    with pytest.raises(RequestError, match=rf"--port {site.server.port} is in use; \d+ is free"):
+def test_a_port_in_use_is_said_with_the_next_free_one(site: Site) -> None:
+    with pytest.raises(RequestError, match=rf"--port {site.server.port} is in use; \d+ is free") as refused:
         PageServer("127.0.0.1", site.server.port)
+    assert site.server.port < int(str(refused.value).split()[-3]) < site.server.port + 100
     with pytest.raises(RequestError, match="it is 0 to 65535"):
         PageServer("127.0.0.1", 70_000)
 

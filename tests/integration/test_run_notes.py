@@ -8,6 +8,7 @@ from run_dirs import run_dir
 
 from gputrain_tui import cli, paths
 from gputrain_tui.history.run_folders import Run
+from gputrain_tui.history.status_file import write_status
 
 
 @pytest.fixture
@@ -67,6 +68,10 @@ def test_an_archive_has_the_note_and_takes_no_other(
 
 def test_a_filter_that_matches_nothing_is_no_error(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(capsys, "runs", "--filter", "state:failed") == (0, "", "none of 1 runs matches 'state:failed'\n")
+    run.status.metrics = {"accuracy": 0.5}
+    write_status(run.dir, run.status)
+    message = "none of 1 runs matches 'metric:acuracy>0'; none has the metric 'acuracy'; did you mean 'accuracy'?\n"
+    assert call(capsys, "runs", "--filter", "metric:acuracy>0") == (0, "", message)
 
 
 @pytest.mark.parametrize(

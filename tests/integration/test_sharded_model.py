@@ -85,6 +85,17 @@ def test_a_checkpoint_is_continued_by_both_strategies(two: Gang, tmp_path: Path,
     assert difference(rest, through) < EXACT
 
 
+def test_both_strategies_begin_with_the_weights_of_a_file(two: Gang, tmp_path: Path) -> None:
+    assert trained(two, tmp_path / "a", strategy="fsdp", max_epochs=2)["error"] == ""
+    begun = {"finetune_from": str(max((tmp_path / "a").glob("step_*"))), "max_epochs": 5}
+    sharded, ddp, fresh = (
+        trained(two, strategy=strategy, **given)
+        for strategy, given in (("fsdp", begun), ("ddp", begun), ("ddp", {"max_epochs": 5}))
+    )
+    assert sharded["error"] == ddp["error"] == fresh["error"] == ""
+    assert difference(sharded, ddp) < EXACT < difference(ddp, fresh)
+
+
 def test_two_ranks_continue_what_three_began_and_three_what_two_began(tmp_path: Path) -> None:
     for before, after in ((3, 2), (2, 4)):
         folder = tmp_path / str(before)

@@ -9,7 +9,7 @@ from gputrain_tui.console.widgets.overlay_chart import OverlayLine, draw_overlay
 from gputrain_tui.history.comparison import CurveHistory, CurvePoints, RecipeDifference, differences, resampled
 from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.model import Recipe
-from trainer.contract.record import RunEnded, RunStarted, Step, Validation
+from trainer.contract.record import Metrics, RunEnded, RunStarted, Step, Validation
 
 BASE = 'name = "one"\n[train]\ntask = "lm"\nlr = 0.1\n[task]\ndata = "stdlib"\n'
 
@@ -71,6 +71,20 @@ def test_a_curve_runs_over_steps_or_over_seconds_since_the_start() -> None:
     assert (steps.at[0], steps.at[-1]) == pytest.approx((5.5, 95.5))
     assert [at * 0.5 for at in steps.at] == pytest.approx(seconds.at)
     assert steps.values == seconds.values
+
+
+def test_an_own_metric_is_drawn_at_its_steps_as_the_mean_of_its_ranks() -> None:
+    found = history(100, 0.5)
+    for step in (10, 100):
+        for rank in (0, 1):
+            found.apply(Metrics(time=100 + step / 2, rank=rank, step=step, values={"accuracy": step / 100 + rank}))
+    over_steps = found.points(100, over_time=False, own_metric="accuracy")
+    assert over_steps.at[9] == 10
+    assert over_steps.values[9] == pytest.approx(0.6)
+    assert over_steps.values[-1] == pytest.approx(1.5)
+    assert isnan(over_steps.values[0])
+    assert found.points(100, over_time=True, own_metric="accuracy").at[-1] == pytest.approx(50, abs=1)
+    assert found.points(100, over_time=False, own_metric="of another run") == CurvePoints(at=(), values=())
 
 
 def test_throughput_is_of_all_ranks_also_where_steps_become_slower_and_ranks_read_unlike_batches() -> None:

@@ -656,6 +656,10 @@ def test_a_loss_that_is_no_number_is_reported_once_every_rank_that_goes_on_has_r
         run.now += RECORD_LAG_S + 1.0
         (found,) = (each for each in run.diagnose() if each.kind == "non_finite")
         assert found.ranks == [1, 2]
+        run.state.apply(late)
+        (found,) = (each for each in run.diagnose() if each.kind == "non_finite")
+        assert (found.state, found.ranks) == ("raised", [0, 1, 2]), "its record came later still"
+        assert not any(each.kind == "non_finite" for each in run.diagnose())
 
 
 def test_a_rank_alone_with_a_loss_that_is_no_number_is_named_alone() -> None:

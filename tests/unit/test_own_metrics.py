@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from gputrain_tui.history.metric_curves import MAX_POINTS, MetricCurve
+from gputrain_tui.history.metric_curves import MAX_POINTS, NOISE_SCALE, MetricCurve, MetricCurves
 from gputrain_tui.history.run_columns import run_filter, sorted_runs
 from gputrain_tui.history.summary import SUMMARY_KEYS
 from gputrain_tui.state.newest_metrics import NewestMetrics
 from trainer.contract.errors import RequestError
-from trainer.contract.record import EventWriter, Finding, Metrics, Step, decode_events
+from trainer.contract.record import EventWriter, Finding, Metrics, NoiseScale, Step, decode_events
 from trainer.contract.record.downsampled import DownsampledNote, Downsampler
 from trainer.contract.record.events import MAX_METRIC_CHARS, MAX_METRICS
 from trainer.telemetry.own_metrics import OwnMetrics
@@ -99,6 +99,16 @@ def test_the_downsampled_record_has_means_of_metrics_in_few_notes(tmp_path: Path
     assert all(isinstance(note.event, Metrics) for note in notes)
     assert notes[1].event.values == {"a": sum(range(16, 32)) / 16}
     assert [note.begin for note in notes] == sorted(note.begin for note in notes)
+
+
+def test_the_gradient_noise_scale_has_a_curve_beside_the_metrics_once_it_is_known() -> None:
+    curves = MetricCurves()
+    for step, samples in ((32, None), (64, 800.0), (96, 1000.0)):
+        curves.apply(NoiseScale(time=1.0, step=step, batch=64, gradient_sq=1.0, noise_sq=9.0, samples=samples))
+    curves.apply(Metrics(time=1.0, rank=1, step=96, values={"accuracy": 0.5}))
+    assert curves.names == [NOISE_SCALE, "accuracy"]
+    assert curves[NOISE_SCALE].span == (64, 96)
+    assert curves[NOISE_SCALE].window(2, (64, 96)).median == [800.0, 1000.0]
 
 
 def test_a_curve_has_the_band_over_ranks_and_forgets_steps_that_are_repeated() -> None:

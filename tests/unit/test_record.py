@@ -15,6 +15,7 @@ from trainer.contract.record import (
     AnyEvent,
     EventWriter,
     Failure,
+    Finding,
     Lost,
     RunDir,
     Sample,
@@ -59,6 +60,13 @@ def test_a_number_that_is_not_finite_is_null(number: float) -> None:
     [event] = decode_events(line)
     assert isinstance(event, Step)
     assert event.loss is None
+
+
+def test_a_finding_whose_evidence_is_no_number_is_kept_without_it() -> None:
+    made = Finding(time=1.0, kind="straggler", evidence={"late_ms": float("nan"), "ranks": 2.0})
+    line = encode_event(made)
+    assert json.loads(line)["evidence"] == {"ranks": 2.0}
+    assert decode_events(line.replace(b'"ranks"', b'"late_ms":null,"ranks"')) == [made]
 
 
 def test_text_that_is_not_utf8_does_not_stop_the_record() -> None:

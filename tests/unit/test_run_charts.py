@@ -11,7 +11,7 @@ import synthetic
 
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.report.load_report import read_run_record, run_facts
-from gputrain_tui.report.page import page_data, page_html
+from gputrain_tui.report.page import page_data, report_page
 from gputrain_tui.report.run_charts import COLUMNS, RunCharts, run_charts
 from gputrain_tui.report.run_report import RunReport, run_report
 from gputrain_tui.report.step_blocks import StepBlocks
@@ -57,7 +57,7 @@ def test_a_column_of_a_short_run_is_a_step_of_its_record(tmp_path: Path) -> None
 def test_the_page_of_any_run_stays_below_two_megabytes(ranks: int, steps: int, tmp_path: Path) -> None:
     run = synthetic.run(tmp_path, ranks_per_node=ranks, steps=steps, status="finished")
     report, charts = charts_of(run)
-    assert len(page_html(report, charts)) < 2_000_000
+    assert len(report_page(report, charts)) < 2_000_000
     assert all(len(curve.median) <= COLUMNS for curve in charts.curves)
     assert (charts.lateness is None) == (ranks == 1 or steps == 0)
     data = json.loads(page_data(report, charts))

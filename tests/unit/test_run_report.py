@@ -20,7 +20,8 @@ from gputrain_tui.history.run_folders import Run
 from gputrain_tui.report.load_report import previous_run, read_run_record, recipe_changes, run_facts
 from gputrain_tui.report.run_report import RunReport, past_findings, run_report, verdict
 from gputrain_tui.state import RunState
-from trainer.contract.record import AnyEvent, Failure, Finding, Step, Validation, World
+from gputrain_tui.state.run_state import KEPT
+from trainer.contract.record import AnyEvent, Failure, Finding, RankState, Step, Validation, World
 
 
 def step(number: int, rank: int = 0, **parts: float) -> Step:
@@ -49,8 +50,12 @@ VERDICTS: dict[str, tuple[list[AnyEvent], str, str, str]] = {
         [finding("straggler", 5, rank=1), finding("desync", 6, severity="critical")], "running", "desync", "desync it",
     ),
     "a finding that is over": (
-        [step(1), finding("straggler", 5, rank=1), finding("straggler", 7, rank=1, state="cleared")],
+        [finding("straggler", 5, rank=1), finding("straggler", 7, rank=1, state="cleared"), step(20)],
         "finished", "compute", "compute-bound",
+    ),
+    "a finding that stood for most of the steps": (
+        [finding("straggler", 5, rank=1), finding("straggler", 16, rank=1, state="cleared"), step(20)],
+        "finished", "straggler", "straggler it is; so it was for 11 of 20 steps, until step 16",
     ),
     "what only informs": ([step(1), finding("imbalance", 5, severity="info")], "finished", "compute", "compute-bound"),
     "a failure before a finding": (
@@ -84,6 +89,17 @@ def test_a_finding_has_the_time_at_which_it_was_raised_first_and_at_which_it_was
         ("imbalance", 15, 15, None, "warning"),
         ("straggler", 30, 30, None, "warning"),
     ]
+
+
+def test_messages_are_wrapped_and_a_list_of_the_newest_findings_says_so(tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path, steps=20, status="finished")
+    for number in range(KEPT + 1):
+        write(run.dir.run_events, Finding(time=BEGIN + number, kind=f"kind{number % 9}", message="word " * 30))
+    data, lines = told(run)
+    assert data["earlier_findings"] is True
+    assert "  … and earlier ones, which only the record has" in lines
+    assert max(map(len, lines)) <= 100
+    assert sum(line.startswith("      word") for line in lines) == 9
 
 
 def test_a_finding_of_a_rank_that_the_run_no_longer_has_does_not_stand() -> None:
@@ -141,8 +157,15 @@ def test_1024_ranks_are_a_page(tmp_path: Path) -> None:
     assert "… and 992 ranks that were less late" in "\n".join(lines)
 
 
-def test_shares_of_the_parts_add_up_and_hardware_is_told(tmp_path: Path) -> None:
-    data, lines = told(synthetic.run(tmp_path, nodes=2, ranks_per_node=2, steps=60, status="finished"))
+def test_shares_of_the_parts_add_up_and_hardware_and_versions_are_told(tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path, nodes=2, ranks_per_node=2, steps=60, status="finished")
+    for rank, torch in ((0, "2.13.0"), (2, "2.12.1")):
+        # As the node agent's file may be read later than the rank's own.
+        event = RankState(time=BEGIN, rank=rank, state="spawned", pid=100 + rank, versions={"torch": torch})
+        write(run.dir.node_events(rank // 2), event)
+    data, lines = told(run)
+    assert [host["versions"] for host in data["hosts"]] == [{"torch": "2.13.0"}, {"torch": "2.12.1"}]
+    assert "  node001  torch 2.12.1" in lines
     assert sum(part["share"] for part in data["parts"]) == pytest.approx(1)
     assert {host["host"] for host in data["hosts"]} == {"node000", "node001"}
     assert any(line.startswith("  node001  ") for line in lines)

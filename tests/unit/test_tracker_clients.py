@@ -8,7 +8,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -26,6 +26,14 @@ def log_metrics(metrics, step=None, synchronous=None):
         log_metric(key, value, step)
     if step == 13:
         raise OSError("not reachable")
+""",
+    "mlflow/tracking/__init__.py": "",
+    "mlflow/tracking/client.py": """
+class MlflowClient:
+    def log_metric(self, run_id, key, value, timestamp=None, step=None, synchronous=None):
+        self.log_batch(run_id, [])
+    def log_batch(self, run_id, metrics=(), params=(), tags=(), synchronous=None):
+        return len(metrics)
 """,
     "trackio/__init__.py": """
 def log(metrics, step=None):
@@ -92,6 +100,18 @@ def test_each_call_is_mirrored_once_and_returns_what_the_client_returns(given: l
     assert writer.add_scalars("f", {"g": 6.0}, 2) is writer
     assert given == [{"a": 1.0}, {"b": 2.0, "c": 3.0}, {"d": 4.0}, {"e": 5.0}, {"f/g": 6.0}]
     assert mlflow.calls == [("a", 1.0, 3), ("b", 2.0, None), ("c", 3.0, None)]
+
+
+def test_calls_of_the_client_class_of_mlflow_are_mirrored_once(given: list[dict[Any, Any]]) -> None:
+    class Metric(NamedTuple):
+        key: str
+        value: float
+
+    client = importlib.import_module("mlflow.tracking.client").MlflowClient()
+    client.log_metric("run", "a", 1.0)
+    assert client.log_batch("run", metrics=[Metric("b", 2.0), Metric("c", 3.0)]) == 2
+    client.log_batch("run", params=["no metric"])
+    assert given == [{"a": 1.0}, {"b": 2.0, "c": 3.0}]
 
 
 def test_a_disabled_run_with_a_log_of_its_own_is_mirrored(given: list[dict[Any, Any]]) -> None:

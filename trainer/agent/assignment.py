@@ -18,6 +18,7 @@ from trainer.contract.options import Distributed, TrainingSpec
 from trainer.contract.outcome import RankReport
 from trainer.contract.record import Failure, RankState, RankStateName, RunDir
 from trainer.contract.record.regular_file import OwnedDescriptor
+from trainer.host.versions import installed_versions
 
 STOP, STARTS_RANKS = b"stop", b"starts ranks"
 """Messages of the node agent to a rank: a stop request; processes that the rank has started have become ranks."""
@@ -131,6 +132,7 @@ class RankAssignment:
             pid=pid,
             threads=threads,
             message=message,
+            versions=installed_versions() if state == "spawned" and self.local_rank == 0 else None,
         )
 
     def failure(self, kind: str, message: str) -> Failure:

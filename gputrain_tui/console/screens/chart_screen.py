@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -36,6 +37,15 @@ WINDOW_STEPS = (None, 1000, 100)
 """Steps that the charts show; None: the whole run."""
 SMOOTHING_STEPS = (0, 10, 100, 1000)
 """Steps over which curves are smoothed; 0: not at all."""
+
+
+def offer_metrics(screen: ConsoleScreen, names: Sequence[str], choose: Callable[[str | None], None]) -> None:
+    """Offer a user's own metrics to draw in place of the loss; ``choose`` gets None for the loss."""
+    if not names:
+        screen.console.report("no metrics of its own are reported: see ?, topic scripts or tasks")
+        return
+    choices = [("loss", partial(choose, None)), *((printable(name), partial(choose, name)) for name in names)]
+    screen.app.search_commands(choices, placeholder="metric to draw in place of the loss")
 
 
 class ChartScreen(ConsoleScreen):
@@ -213,18 +223,13 @@ class ChartScreen(ConsoleScreen):
 
     def action_metric(self) -> None:
         """Offer the user's own metrics for the chart of the loss."""
-        names = self.live.metrics.names
-        if not names:
-            self.console.report("this run reports no metrics of its own: see ?, topic scripts or tasks")
-            return
 
         def choose(name: str | None) -> None:
             chart = self.query_one("#loss", BandChart)
             chart.own_metric = name
             chart.redraw()
 
-        choices = [("loss", partial(choose, None)), *((printable(name), partial(choose, name)) for name in names)]
-        self.app.search_commands(choices, placeholder="metric to draw in place of the loss")
+        offer_metrics(self, self.live.metrics.names, choose)
 
     def action_window(self) -> None:
         self.view.span = None

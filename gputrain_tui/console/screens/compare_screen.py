@@ -9,7 +9,7 @@ from textual import work
 from textual.app import ComposeResult
 from textual.containers import Vertical
 
-from gputrain_tui.console.screens.chart_screen import SMOOTHING_STEPS
+from gputrain_tui.console.screens.chart_screen import SMOOTHING_STEPS, offer_metrics
 from gputrain_tui.console.screens.console_screen import Page, next_of
 from gputrain_tui.console.widgets.canvas import Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row
@@ -106,8 +106,20 @@ class CompareScreen(Page):
         self._curves.redraw()
 
     def action_measure(self) -> None:
-        self._curves.measure = next_of(MEASURES, self._curves.measure)
+        if self._curves.own_metric is not None:
+            self._curves.own_metric = None
+        else:
+            self._curves.measure = next_of(MEASURES, self._curves.measure)
         self._curves.redraw()
+
+    def action_metric(self) -> None:
+        """Offer the runs' own metrics."""
+
+        def choose(name: str | None) -> None:
+            self._curves.own_metric = name
+            self._curves.redraw()
+
+        offer_metrics(self, self._curves.metric_names, choose)
 
     def action_scale(self) -> None:
         self._curves.scale = "linear" if self._curves.scale == "log" else "log"

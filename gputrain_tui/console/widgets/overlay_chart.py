@@ -74,11 +74,12 @@ def draw_overlay(
     first: float = 0.0,
     over_time: bool = False,
     measure: Measure = "loss",
+    own_metric: str | None = None,
     scale: Scale = "linear",
     notes: Sequence[str] = (),
 ) -> list[Row]:
     """Return the chart as ``height`` rows of ``width`` cells; the axis is from ``first`` to ``last`` step or second."""
-    title, measured_in = TITLES[measure]
+    title, measured_in = TITLES[measure] if own_metric is None else (printable(own_metric), "mean of the ranks")
     unit = "time since the start" if over_time else "steps"
     left: Row = [(title, "title"), (f"  {measured_in} over {unit}", "dim")]
     rights: list[Row] = [[(note, "dim")] for note in (*notes, *(["log"] if scale == "log" else []))]
@@ -181,6 +182,8 @@ class OverlayChart(Canvas):
 
     over_time = False
     measure: Measure = "loss"
+    own_metric: str | None = None
+    """One of the user's own that is drawn in place of the measure."""
     scale: Scale = "linear"
     smoothing = 0
     _readers: Sequence[CurveReader] = ()
@@ -193,6 +196,11 @@ class OverlayChart(Canvas):
     @property
     def runs(self) -> list[Run]:
         return [reader.run for reader in self._readers]
+
+    @property
+    def metric_names(self) -> list[str]:
+        """The user's own metrics of all runs, in the order in which they appeared."""
+        return list(dict.fromkeys(name for reader in self._readers for name in reader.history.metrics.names))
 
     def show(self, runs: Sequence[Run]) -> None:
         self.on_unmount()
@@ -233,7 +241,13 @@ class OverlayChart(Canvas):
             measure = "steps_per_s"
         lines = []
         for reader, history in zip(self._readers, histories, strict=True):
-            points = history.points(columns, over_time=self.over_time, smoothing=self.smoothing, measure=measure)
+            points = history.points(
+                columns,
+                over_time=self.over_time,
+                smoothing=self.smoothing,
+                measure=measure,
+                own_metric=self.own_metric,
+            )
             lines.append(
                 OverlayLine(
                     name=reader.run.id,
@@ -250,6 +264,6 @@ class OverlayChart(Canvas):
         gap: list[Row] = [[]] if names and height >= 20 else []
         chart = draw_overlay(
             lines, width, height - len(names) - len(gap), first=first, last=last, over_time=self.over_time,
-            measure=measure, scale=self.scale, notes=notes,
+            measure=measure, own_metric=self.own_metric, scale=self.scale, notes=notes,
         )  # fmt: skip
         return chart + names + gap

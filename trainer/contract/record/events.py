@@ -5,6 +5,7 @@ A value that was not measured is absent, never 0; durations are milliseconds, si
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Annotated, Literal
 
 import msgspec
@@ -73,6 +74,8 @@ class RankState(Event, kw_only=True, tag="rank_state"):
     threads: Count | None = None
     """Threads on which torch computes on the CPU; absent where they are not known."""
     message: str | None = None
+    versions: dict[str, str] | None = None
+    """Versions on its host by name, such as ``torch``; of the first rank of a host when it is spawned."""
 
 
 class Joining(Event, kw_only=True, tag="joining"):
@@ -381,10 +384,14 @@ class Finding(Event, kw_only=True, tag="finding"):
     line: str = ""
     """Innermost line of the user's code in which a stalled rank is, such as ``train.py:12 in augment``."""
     message: str = ""
-    evidence: dict[str, FiniteFloat] = {}
+    evidence: dict[str, Result] = {}
     advice: str = ""
     diagnosed: bool = False
     """Whether it comes from the comparison of the record, which also clears it, not from a rank."""
+
+    def __post_init__(self) -> None:
+        """Leave out evidence that is not finite, which says nothing, and must not hide the finding."""
+        self.evidence = {name: number for name, number in self.evidence.items() if isfinite(or_nan(number))}
 
 
 class RankStacks(Event, kw_only=True, tag="rank_stacks"):

@@ -57,6 +57,11 @@ def _accelerate(given: Mapping[str, Any]) -> Mapping[Any, Any]:
     return values
 
 
+def _batch(given: Mapping[str, Any]) -> Mapping[Any, Any]:
+    """Return the values of MLflow's own class for a metric, a list of which it takes as one call."""
+    return {metric.key: metric.value for metric in given["metrics"]}
+
+
 _LIGHTNING = "trainer.connectors.logger_connector.logger_connector"
 _CLIENTS = (
     _Client("wandb.sdk.wandb_run", "Run.log", _argument("data")),
@@ -71,6 +76,8 @@ _CLIENTS = (
     _Client("accelerate.accelerator", "Accelerator.log", _accelerate),
     _Client("mlflow", "log_metric", _named("key", "value")),
     _Client("mlflow", "log_metrics", _argument("metrics")),
+    _Client("mlflow.tracking.client", "MlflowClient.log_metric", _named("key", "value")),
+    _Client("mlflow.tracking.client", "MlflowClient.log_batch", _batch),
     _Client("trackio", "log", _argument("metrics")),
 )
 _WANDB_INIT = "wandb.sdk.wandb_init"
