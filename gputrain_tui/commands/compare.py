@@ -23,7 +23,6 @@ from trainer.contract.record import Step
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
     text = f"the run to compare with, then those that are compared with it; each a {RUN_HELP}"
     parser.add_argument("runs", metavar="RUN", nargs="*", help=text)
     parser.add_argument(
