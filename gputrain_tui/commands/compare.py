@@ -9,12 +9,13 @@ from contextlib import closing
 from gputrain_tui.commands.document_output import add_form, require_output, write_document, write_schema
 from gputrain_tui.commands.shared_flags import RUN_HELP
 from gputrain_tui.headless.comparison_text import comparison_lines
-from gputrain_tui.history.comparison import differences
+from gputrain_tui.history.comparison import DifferingValues, differences
 from gputrain_tui.history.run_folders import Run, find
 from gputrain_tui.output import print_message
+from gputrain_tui.report.comparison_limits import check_limits, parse_condition
 from gputrain_tui.report.comparison_page import comparison_page
 from gputrain_tui.report.load_report import read_recipe, read_run_record, run_facts
-from gputrain_tui.report.run_comparison import DifferingValues, RecordedRun, RunComparison, compare, parse_condition
+from gputrain_tui.report.run_comparison import RecordedRun, RunComparison, compare
 from gputrain_tui.report.run_report import run_report
 from gputrain_tui.report.step_blocks import StepBlocks, without_core_waits
 from trainer.contract.errors import ExitCode, RequestError
@@ -50,7 +51,8 @@ def run(args: Namespace) -> int:
     conditions = [parse_condition(text) for text in args.fail_on]
     runs = [find(name) for name in args.runs]
     recorded = [_recorded(each) for each in runs]
-    comparison = compare(recorded, recipe=_recipe_values(runs), conditions=conditions)
+    steps = [each.at for each in conditions if each.at is not None]
+    comparison = check_limits(compare(recorded, recipe=_recipe_values(runs), loss_steps=steps), recorded, conditions)
     written = write_document(
         args,
         comparison,
@@ -63,8 +65,8 @@ def run(args: Namespace) -> int:
         print_message(f"the runs cannot be compared: {'; '.join(comparison.incomparable)}; --anyway compares them")
         return ExitCode.BAD_REQUEST
     for limit in comparison.limits:
-        if limit.exceeded is not False:
-            how = "exceeds" if limit.exceeded else "cannot be checked by"
+        if limit.exceeded is not False or not limit.decided:
+            how = {True: "exceeds", False: "may exceed", None: "cannot be checked by"}[limit.exceeded]
             print_message(f"{limit.run} {how} {limit.condition}: {limit.text}")
     results = [limit.exceeded for limit in comparison.limits]
     if True in results:
@@ -91,4 +93,4 @@ def _recipe_values(runs: Sequence[Run]) -> list[DifferingValues]:
     except RequestError as error:
         print_message(f"the recipes are not compared: {error}")
         return []
-    return [DifferingValues(key=each.key, values=each.values) for each in differences(recipes)]
+    return differences(recipes)

@@ -26,23 +26,22 @@ MIN_RUNS, MAX_RUNS = 2, 6
 """Runs that can be compared at once: a terminal can show six distinct colours."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecipeDifference:
-    """A recipe key with different values in the compared recipes."""
+class DifferingValues(msgspec.Struct, frozen=True, kw_only=True):
+    """A recipe key, or what has a version, whose values differ between runs."""
 
     key: str
     """``train.lr``."""
     values: tuple[str, ...]
-    """One per recipe, as text; empty where a recipe does not have the key."""
+    """One per run, as text; empty where it has none."""
 
 
-def differences(recipes: Sequence[Recipe]) -> list[RecipeDifference]:
+def differences(recipes: Sequence[Recipe]) -> list[DifferingValues]:
     """Return the keys with different values, defaults included, by table and in the order of a recipe."""
     all_values = [recipe_values(recipe) for recipe in recipes]
     tables = ("name", "cluster", "slurm", "task", "train")
     keys = sorted({key: None for values in all_values for key in values}, key=lambda k: tables.index(k.split(".")[0]))
     rows = [(key, tuple(value_text(values.get(key)) for values in all_values)) for key in keys]
-    return [RecipeDifference(key=key, values=texts) for key, texts in rows if len(set(texts)) > 1]
+    return [DifferingValues(key=key, values=texts) for key, texts in rows if len(set(texts)) > 1]
 
 
 def recipe_values(recipe: Recipe) -> dict[str, Any]:

@@ -113,7 +113,29 @@ def _folder_of(package: str) -> Path | None:
 
 def _version(package: str) -> str | None:
     """Return the version of an installed package; None where it is not installed."""
-    import importlib.metadata  # slow to import, and the start of a run on one machine needs no versions
+    name = re.sub(r"[-_.]+", "_", package).lower()
+    for folder in sys.path:
+        try:
+            names = os.listdir(folder or ".")  # noqa: PTH208 - a string of this path may be empty
+        except NotADirectoryError:
+            return _version_by_importlib(package)  # a zip archive
+        except OSError:
+            continue
+        for each in names:
+            stem, _, kind = each.lower().rpartition(".")
+            if kind not in ("dist-info", "egg-info") or re.sub(r"[-_.]+", "_", stem.partition("-")[0]) != name:
+                continue
+            try:
+                text = Path(folder, each, "METADATA").read_text(encoding="utf-8", errors="replace")
+            except OSError:
+                return _version_by_importlib(package)  # an egg-info of another layout
+            match = re.search(r"(?m)^Version: *(\S+)", text.partition("\n\n")[0])
+            return match[1] if match else _version_by_importlib(package)
+    return None
+
+
+def _version_by_importlib(package: str) -> str | None:
+    import importlib.metadata  # its imports take longer than all the other facts
 
     try:
         return importlib.metadata.version(package)

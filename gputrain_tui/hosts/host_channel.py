@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import select
@@ -19,6 +20,7 @@ import msgspec
 
 import gputrain_tui
 import trainer
+from gputrain_tui.hosts.first_answers import FirstAnswers
 from gputrain_tui.hosts.host_frames import FrameBuffer, FrameError, HostFrame, frame
 from gputrain_tui.hosts.host_pipes import SSH_FAILED, HostPipes, explain_failure
 from gputrain_tui.tables import printable
@@ -68,8 +70,6 @@ CHECK_S = 0.2
 """Interval at which the size of standard error, a file, is checked."""
 END_S = 1.0
 """Time that the program may take to end after its input has ended; then ssh is killed."""
-FIRST_ANSWER_S = 20.0
-"""Time limit of a host's first answer: one that is up needs a second, or some more to mount a home folder."""
 EXIT_S = 10.0
 """Time that ssh may take to end after its output has ended."""
 
@@ -142,12 +142,21 @@ class HostChannel:
         self._write()
         return self._calls
 
-    def await_first_answer(self) -> None:
-        """Wait for any answer of the host, at most ``FIRST_ANSWER_S``; raise as ``answer`` does."""
-        self.call("clock", CLOCK, FIRST_ANSWER_S)
+    def first_answer(self, first: FirstAnswers, timeout_s: float) -> None:
+        """Wait for any answer of the host, at most until the deadline of all; raise as ``answer`` does."""
+        began = time.monotonic()
+        self.answer(self.send("clock"), CLOCK, timeout_s, left_s=lambda: first.left_s(began))
+        first.add(began)
 
-    def answer(self, call: int, decoder: msgspec.json.Decoder[T], timeout_s: float) -> T:
-        """Return the answer to a call, which is waited for at most ``timeout_s``.
+    def answer(
+        self,
+        call: int,
+        decoder: msgspec.json.Decoder[T],
+        timeout_s: float,
+        *,
+        left_s: Callable[[], float] = lambda: math.inf,
+    ) -> T:
+        """Return the answer to a call, which is waited for as long as both limits allow.
 
         Make the decoder before any thread: msgspec crashes if several threads decode a type for the first time.
 
@@ -158,7 +167,7 @@ class HostChannel:
         began = time.monotonic()
         while call not in self._answers:
             waited_s = time.monotonic() - began
-            remaining_s = timeout_s - waited_s
+            remaining_s = min(timeout_s - waited_s, left_s())
             if remaining_s <= 0:
                 raise HostError(f"it did not answer within {round(waited_s, 1):g} s")
             for arrived in self.frames(min(remaining_s, CHECK_S)):

@@ -6,9 +6,11 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
+from gputrain_tui.hosts.first_answers import FirstAnswers
 from gputrain_tui.hosts.host_channel import HostError
 from gputrain_tui.hosts.inventory import Inventory
 from gputrain_tui.hosts.ssh import Ssh
@@ -33,10 +35,14 @@ class HostReport:
     """One line; empty with an inventory."""
 
 
-def query_host(host: str, ssh: Ssh, *, timeout_s: float = HOST_TIMEOUT_S) -> HostReport:
-    """Return the inventory of one host, or the reason why there is none."""
+def query_host(
+    host: str, ssh: Ssh, *, timeout_s: float = HOST_TIMEOUT_S, first: FirstAnswers | None = None
+) -> HostReport:
+    """Return the inventory of one host, or the reason why there is none; ``first`` is shared with other hosts."""
     try:
         with ssh.shared_channel(host) as channel:
+            if first is not None:
+                channel.first_answer(first, timeout_s)
             return HostReport(host=host, inventory=channel.call("inventory", INVENTORY, timeout_s))
     except HostError as error:
         return HostReport(host=host, problem=str(error))
@@ -73,7 +79,7 @@ def query_hosts(
     hosts: Iterable[str],
     *,
     timeout_s: float = HOST_TIMEOUT_S,
-    query: Callable[..., HostReport] = query_host,
+    query: Callable[..., HostReport] | None = None,
     ssh: Ssh | None = None,
 ) -> list[HostReport]:
     """Query hosts in parallel; return their reports in the same order."""
@@ -81,6 +87,7 @@ def query_hosts(
     if not names:
         return []
     connections = ssh or Ssh()
+    query = query or partial(query_host, first=FirstAnswers(len(names)))
     with ThreadPoolExecutor(min(MAX_PARALLEL_HOSTS, len(names)), thread_name_prefix="ask") as pool:
         try:
             return list(pool.map(lambda host: query(host, connections, timeout_s=timeout_s), names))

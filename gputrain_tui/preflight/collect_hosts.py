@@ -22,6 +22,7 @@ import msgspec
 
 from gputrain_tui.hosts import environment_facts
 from gputrain_tui.hosts.environment_facts import Environment
+from gputrain_tui.hosts.first_answers import FirstAnswers
 from gputrain_tui.hosts.host_channel import HostChannel, HostError
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.inventory import Inventory
@@ -173,12 +174,15 @@ class _Collection:
         self._answers: dict[int, HostAnswer] = {}
         self._routes: dict[int, _Route] = {}
         self._file, self._host, self._port = rendezvous_of(plan)
+        self._first = FirstAnswers(0)
         self._token = str(self._file.with_name(f".gputrain-{secrets.token_hex(8)}")) if self._file else ""
 
     def run(self, nodes: Sequence[PlannedNode], problems: Mapping[str, str]) -> tuple[HostAnswer, ...]:
         for node in nodes:
             if node.host in problems:
                 self._answers[node.node] = HostAnswer(node=node.node, host=node.host, problem=problems[node.host])
+        asked = [node for node in nodes if node.node not in self._answers and not is_local(node.host, self._local)]
+        self._first = FirstAnswers(len(asked))
         with ThreadPoolExecutor(min(len(nodes), MAX_HOSTS_AT_ONCE), thread_name_prefix="preflight") as pool:
             try:
                 self._on_all(pool, nodes, self._facts)
@@ -216,7 +220,7 @@ class _Collection:
         on_this_machine = is_local(node.host, self._local)
         channel = self._channels[node.node] = self._ssh.channel(node.host, here=on_this_machine)
         if not on_this_machine:
-            channel.await_first_answer()
+            channel.first_answer(self._first, HOST_TIMEOUT_S)
         first, train, script = node.node == 0, self._recipe.train, self._recipe.script
         facts = channel.call(
             "facts",

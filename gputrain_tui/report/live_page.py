@@ -20,7 +20,7 @@ INTERVAL_S = 1.25
 """Seconds between two reads of a record: a step is shown within 2 s."""
 LINGER_S = 10.0
 """Seconds for which a record is still read after its last viewer: a page that is loaded anew finds it."""
-LIVE_COLUMNS = 300
+LIVE_COLUMNS = 160
 """Columns of the curves of a page that is sent again and again."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from math import isfinite, nan
 
 import msgspec
@@ -11,8 +12,9 @@ from gputrain_tui.history.hardware_series import HardwareSeries
 from gputrain_tui.history.metric_curves import MetricCurves
 from gputrain_tui.history.series import BAND_METRICS, Metric, Series
 from gputrain_tui.report.run_report import StepPart, step_parts
-from gputrain_tui.report.step_blocks import StepBlocks
+from gputrain_tui.report.step_blocks import MIN_BLOCKS, StepBlocks
 from gputrain_tui.state.figures import samples_per_s
+from gputrain_tui.state.totals import Totals
 
 COLUMNS = 600
 """Columns of a curve over the whole run: more than a page has pixels for each."""
@@ -149,12 +151,12 @@ def _metric(metrics: MetricCurves, name: str, span: tuple[int, int], columns: in
 
 def _block_parts(blocks: StepBlocks) -> Iterable[BlockParts]:
     for first, last, sums in blocks.numbered():
-        yield BlockParts(
-            first_step=first,
-            last_step=last,
-            parts=step_parts(sums),
-            samples_per_s=samples_per_s(sums),
-        )
+        yield _parts_of(first, last, tuple(sums))
+
+
+@lru_cache(maxsize=4 * MIN_BLOCKS)  # of a page that is drawn again and again, one block has changed
+def _parts_of(first: int, last: int, sums: tuple[Totals, ...]) -> BlockParts:
+    return BlockParts(first_step=first, last_step=last, parts=step_parts(sums), samples_per_s=samples_per_s(sums))
 
 
 def _lateness(series: Series, first: int, last: int, columns: int) -> LatenessCells | None:

@@ -1,20 +1,19 @@
-"""Runs against a first one, as data: differences with their intervals, and conditions on them. Pure."""
+"""Runs against a first one, as data: differences with their intervals. Pure."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 
 import msgspec
 from msgspec.structs import replace
 
+from gputrain_tui.history.comparison import DifferingValues
 from gputrain_tui.history.run_columns import METRIC
 from gputrain_tui.report.run_report import RunReport
 from gputrain_tui.report.step_blocks import (
-    MIN_VALUES,
     Interval,
     Measure,
     StepBlocks,
@@ -24,7 +23,6 @@ from gputrain_tui.report.step_blocks import (
 )
 from gputrain_tui.state.figures import mean_phase_ms, mean_step_ms, samples_per_s, steps_per_s
 from gputrain_tui.state.totals import PHASES, Totals
-from trainer.contract.errors import RequestError, nearest, quoted
 
 COMPARISON_SCHEMA_VERSION = 1
 """Changes when a key goes or changes its meaning, not when one is added."""
@@ -52,8 +50,11 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """95 % of the change; None where it is not known, or the figure is a single number."""
     beyond_noise: bool = False
     """Whether the interval does not contain 0."""
+    is_noise: bool = False
+    """Whether it contains 0. Neither is known of a change without an interval, but for single numbers."""
     undisturbed_interval: Interval | None = None
-    """95 % of the change without the time in which ranks waited for a core: what other processes took is left out."""
+    """The hull of 95 % intervals of the change without the time in which ranks waited for a core, in either run or in
+    both, and without twice that: other ranks wait for the late one, and who shares a core finds its caches cold."""
 
 
 class FigureComparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,14 +67,6 @@ class FigureComparison(msgspec.Struct, frozen=True, kw_only=True):
     """One for each run after the first."""
 
 
-class DifferingValues(msgspec.Struct, frozen=True, kw_only=True):
-    """A recipe key, or what has a version, whose values differ."""
-
-    key: str
-    values: tuple[str, ...]
-    """One for each run; empty where it has none."""
-
-
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
     """A condition of ``--fail-on``, checked."""
 
@@ -81,6 +74,9 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     exceeded: bool | None
     """None: it cannot be checked, as a figure is not known or no interval."""
+    decided: bool = True
+    """False: the runs are too noisy, or were disturbed too much, to tell whether it is exceeded; it then does not count
+    as exceeded."""
     text: str
     """Why, in one line."""
 
@@ -138,16 +134,15 @@ SINGLE = ("peak_memory", *LOSSES)
 
 
 def compare(
-    runs: Sequence[RecordedRun], *, recipe: Sequence[DifferingValues] = (), conditions: Sequence[Condition] = ()
+    runs: Sequence[RecordedRun], *, recipe: Sequence[DifferingValues] = (), loss_steps: Iterable[int] = ()
 ) -> RunComparison:
-    """Compare each run with the first."""
+    """Compare each run with the first; ``loss_steps``: at which losses are compared besides the last one."""
     figures = [_speed(figure, runs) for figure in SPEEDS]
     figures.append(_losses("loss", runs, [min(run.blocks.last_step for run in runs)] * len(runs)))
     for name, of in (("loss_by_samples", block_samples), ("loss_by_time", block_time_ms)):
         if amount := min(run.blocks.amount(of) for run in runs):
             figures.append(_losses(name, runs, [run.blocks.step_after(amount, of) for run in runs]))
-    steps = {each.at for each in conditions if each.at is not None}
-    figures += [_losses(f"loss@{step}", runs, [step] * len(runs)) for step in sorted(steps)]
+    figures += [_losses(f"loss@{step}", runs, [step] * len(runs)) for step in sorted({*loss_steps})]
     figures.append(_single("valid", "", runs, _valid, relative=False))
     figures.append(_single("peak_memory", "bytes", runs, _peak_memory, relative=True))
     for name in dict.fromkeys(name for run in runs for name in run.report.metrics):
@@ -159,9 +154,6 @@ def compare(
         versions=tuple(_versions([run.report for run in runs])),
         incomparable=tuple(incomparable([run.report for run in runs])),
         figures=known,
-        limits=tuple(
-            _checked(condition, known, runs, index) for index in range(1, len(runs)) for condition in conditions
-        ),
     )
 
 
@@ -209,14 +201,38 @@ def _cores(report: RunReport) -> str:
 def _speed(figure: Figure, runs: Sequence[RecordedRun]) -> FigureComparison:
     values = [block_values(run.blocks.after_warm_up(), figure.of) for run in runs]
     alone = [block_values(run.undisturbed.after_warm_up(), figure.of) for run in runs]
-    changes = tuple(
-        replace(
-            _difference(values[0], values[index], relative=True),
-            undisturbed_interval=difference_interval(alone[0], alone[index], relative=True),
-        )
-        for index in range(1, len(runs))
-    )
-    return FigureComparison(name=figure.name, unit=figure.unit, relative=True, differences=changes)
+    twice = [_less_twice(*each, is_time=figure.unit == "ms") for each in zip(values, alone, strict=True)]
+    changes = []
+    for index in range(1, len(runs)):
+        found = _difference(values[0], values[index], relative=True)
+        pairs = [(rows[0], rows[index]) for rows in (values, alone, twice)]
+        changes.append(replace(found, undisturbed_interval=_undisturbed(found.interval, *pairs)))
+    return FigureComparison(name=figure.name, unit=figure.unit, relative=True, differences=tuple(changes))
+
+
+Pair = tuple[Sequence[float], Sequence[float]]
+"""Values of the blocks of the first run, and of another one."""
+
+
+def _undisturbed(measured: Interval | None, values: Pair, alone: Pair, twice: Pair) -> Interval | None:
+    """Return the hull of the intervals with the waits of either run, of both or of none left out."""
+    found = [difference_interval(*pair, relative=True) for pair in (alone, twice)]
+    if measured is not None and all(mean(row) for row in values):
+        before, now = (mean(less) / mean(whole) for less, whole in zip(alone, values, strict=True))
+        low, high = measured
+        found += [((1 + low) * factor - 1, (1 + high) * factor - 1) for factor in (now, 1 / before if before else 1.0)]
+    known = [each for each in found if each is not None]
+    return (min(low for low, _ in known), max(high for _, high in known)) if known else None
+
+
+def _less_twice(values: Sequence[float], alone: Sequence[float], *, is_time: bool) -> list[float]:
+    """Return times or rates less twice what ``alone`` has without waits; at least a tenth of that time is left."""
+    if not is_time:
+        times = [[1 / each if each else inf for each in row] for row in (values, alone)]
+        return [1 / each if each else 0.0 for each in _less_twice(*times, is_time=True)]
+    # Where not as many blocks have a figure without the waits, there is no telling which belong together.
+    pairs = zip(values, alone, strict=True) if len(values) == len(alone) else ()
+    return [max(2 * less - whole, less / 10) if isfinite(less) else less for whole, less in pairs]
 
 
 def _losses(name: str, runs: Sequence[RecordedRun], steps: Sequence[int]) -> FigureComparison:
@@ -233,8 +249,9 @@ def _difference(before: Sequence[float], now: Sequence[float], *, relative: bool
     one, other = mean(before), mean(now)
     change = None if relative and not one else other / one - 1 if relative else other - one
     interval = difference_interval(before, now, relative=relative)
-    beyond = interval is not None and not interval[0] <= 0 <= interval[1]
-    return Difference(before=one, now=other, change=change, interval=interval, beyond_noise=beyond)
+    noise = change == 0 if interval is None else interval[0] <= 0 <= interval[1]
+    beyond = interval is not None and not noise
+    return Difference(before=one, now=other, change=change, interval=interval, beyond_noise=beyond, is_noise=noise)
 
 
 def _single(
@@ -253,7 +270,7 @@ def _single_difference(before: float | None, now: float | None, *, relative: boo
     if before is None or now is None or (relative and not before):
         return Difference(before=before, now=now)
     change = now / before - 1 if relative else now - before
-    return Difference(before=before, now=now, change=change, beyond_noise=change != 0)
+    return Difference(before=before, now=now, change=change, beyond_noise=change != 0, is_noise=change == 0)
 
 
 def _valid(report: RunReport) -> float | None:
@@ -267,128 +284,6 @@ def _peak_memory(report: RunReport) -> float | None:
 
 def _metric(report: RunReport, *, name: str) -> float | None:
     return report.metrics.get(name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Condition:
-    """A condition of ``--fail-on``, such as ``step_ms>+5%`` or ``finding:straggler``."""
-
-    text: str
-    name: str
-    """A figure, or ``finding``."""
-    at: int | None = None
-    """Step of a loss."""
-    sign: int = 1
-    """1: more fails, -1: less."""
-    limit: float = 0.0
-    """Of the change: relative, or absolute for a loss or a metric."""
-    finding: str = ""
-
-
-PATTERN = re.compile(
-    rf"(?:(?P<metric>{METRIC}.+?)|(?P<name>[a-z_]+)(?:@(?P<at>\d+))?)"
-    r"\s*(?P<sign>[<>])\s*(?P<limit>[+-]?\d+(?:\.\d+)?)\s*(?P<percent>%?)"
-)
-
-
-def parse_condition(text: str) -> Condition:
-    """Read a condition.
-
-    Raises:
-        RequestError: it is none; one line with what is allowed.
-    """
-    if text.startswith("finding:"):
-        kind = text.removeprefix("finding:")
-        if not re.fullmatch(r"[a-z_]+", kind):
-            raise RequestError(f"--fail-on {quoted(text)}: name a kind of finding, such as finding:straggler")
-        return Condition(text=text, name="finding", finding=kind)
-    match = PATTERN.fullmatch(text.strip())
-    if match is None:
-        raise RequestError(
-            f"--fail-on {quoted(text)} is no condition: write FIGURE>+LIMIT or FIGURE<-LIMIT, such as 'step_ms>+5%', "
-            "'throughput<-5%', 'loss@1000>+0.02', 'metric:val/acc<-0.01', or finding:KIND"
-        )
-    name, sign = match["metric"] or match["name"], 1 if match["sign"] == ">" else -1
-    names = [*WITH_INTERVAL, *SINGLE]
-    if name not in names and not match["metric"]:
-        raise RequestError(
-            f"--fail-on {quoted(text)}: {quoted(name)} is no figure{nearest(name, names)}; they are {', '.join(names)}"
-        )
-    absolute = name in LOSSES or bool(match["metric"])
-    if bool(match["percent"]) == absolute:
-        unit = "an absolute limit, such as +0.02" if absolute else "a limit in percent, such as +5%"
-        raise RequestError(f"--fail-on {quoted(text)}: {name} takes {unit}")
-    if match["at"] is not None and name != "loss":
-        raise RequestError(f"--fail-on {quoted(text)}: only a loss is taken at a step, as loss@1000")
-    limit = float(match["limit"]) / (1 if absolute else 100)
-    if limit * sign < 0:
-        raise RequestError(f"--fail-on {quoted(text)}: > takes a limit of 0 or more, < one of 0 or less")
-    return Condition(
-        text=text,
-        name=name,
-        at=None if match["at"] is None else int(match["at"]),
-        sign=sign,
-        limit=limit,
-    )
-
-
-def _checked(
-    condition: Condition, figures: Sequence[FigureComparison], runs: Sequence[RecordedRun], index: int
-) -> Limit:
-    run = runs[index].report
-    if condition.name == "finding":
-        return _finding_limit(condition, runs[0].report, run)
-    name = condition.name if condition.at is None else f"{condition.name}@{condition.at}"
-    found = next((each for each in figures if each.name == name), None)
-    difference = None if found is None else found.differences[index - 1]
-    if found is None or difference is None or difference.change is None:
-        missing = runs[0].report.id if difference is None or difference.before is None else run.id
-        text = f"{name} is not known of {missing}{nearest(name, [each.name for each in figures])}"
-        return Limit(condition=condition.text, run=run.id, exceeded=None, text=text)
-    if difference.interval is None and found.name in WITH_INTERVAL:
-        text = f"{name}: too few steps for an interval ({MIN_VALUES} blocks after the warm-up are needed)"
-        return Limit(condition=condition.text, run=run.id, exceeded=None, text=text)
-    shown = change_text(difference, relative=found.relative)
-    exceeded = _exceeds(condition, difference.change, difference.interval)
-    alone = _exceeds(condition, difference.change, difference.undisturbed_interval or difference.interval)
-    if not (exceeded and alone):
-        beyond = (difference.change - condition.limit) * condition.sign > 0
-        why = "within its interval" if beyond else "within the limit"
-        if exceeded:
-            why = "by waits for cores that other processes used"
-        return Limit(condition=condition.text, run=run.id, exceeded=False, text=f"{name} {shown}: {why}")
-    blamed = _largest_phase(figures, index) if name in ("step_ms", "throughput", "steps_per_s") else ""
-    return Limit(condition=condition.text, run=run.id, exceeded=True, text=f"{name} {shown}{blamed}")
-
-
-def _exceeds(condition: Condition, change: float, interval: Interval | None) -> bool:
-    """Whether a change is beyond the limit, with its whole interval where it has one."""
-    end = change if interval is None else interval[0 if condition.sign > 0 else 1]
-    return (end - condition.limit) * condition.sign > 0
-
-
-def _largest_phase(figures: Sequence[FigureComparison], index: int) -> str:
-    """Return the phase that has grown most, with its milliseconds; where all have shrunk, that which has least."""
-    grown: dict[str, float] = {}
-    for figure in figures:
-        phase = figure.name.removesuffix("_ms")
-        difference = figure.differences[index - 1]
-        if phase in PHASES and difference.now is not None:
-            grown[phase] = difference.now - (difference.before or 0.0)
-    if not grown:
-        return ""
-    phase = max(grown, key=lambda each: grown[each])
-    return f", most by {phase} ({grown[phase]:+.1f} ms)"
-
-
-def _finding_limit(condition: Condition, before: RunReport, now: RunReport) -> Limit:
-    def standing(report: RunReport) -> list[str]:
-        return [each.message for each in report.findings if each.kind == condition.finding and each.cleared is None]
-
-    new = standing(now)
-    exceeded = bool(new) and not standing(before)
-    text = new[0] if new else f"no {condition.finding} stands"
-    return Limit(condition=condition.text, run=now.id, exceeded=exceeded, text=text)
 
 
 def change_text(difference: Difference, *, relative: bool) -> str:

@@ -6,7 +6,7 @@ import pytest
 from row_texts import row_text
 
 from gputrain_tui.console.widgets.overlay_chart import OverlayLine, draw_overlay, legend
-from gputrain_tui.history.comparison import CurveHistory, CurvePoints, RecipeDifference, differences, resampled
+from gputrain_tui.history.comparison import CurveHistory, CurvePoints, DifferingValues, differences, resampled
 from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.record import Metrics, RunEnded, RunStarted, Step, Validation
@@ -27,11 +27,11 @@ def test_differences_come_in_the_order_of_a_recipe_with_defaults_filled_in() -> 
         [recipe(), recipe(BASE, "train.lr=0.5", "train.seed=7", "task.dim=64", "name=two", "cluster.max_restarts=2")]
     )
     assert found == [
-        RecipeDifference(key="name", values=("one", "two")),
-        RecipeDifference(key="cluster.max_restarts", values=("0", "2")),
-        RecipeDifference(key="task.dim", values=("128", "64")),
-        RecipeDifference(key="train.lr", values=("0.1", "0.5")),
-        RecipeDifference(key="train.seed", values=("1", "7")),
+        DifferingValues(key="name", values=("one", "two")),
+        DifferingValues(key="cluster.max_restarts", values=("0", "2")),
+        DifferingValues(key="task.dim", values=("128", "64")),
+        DifferingValues(key="train.lr", values=("0.1", "0.5")),
+        DifferingValues(key="train.seed", values=("1", "7")),
     ]
 
 
@@ -39,8 +39,8 @@ def test_nodes_are_compared_one_by_one() -> None:
     one = recipe(BASE, "cluster.nodes=[{cpu_ranks = 2}]")
     two = recipe(BASE, 'cluster.nodes=[{cpu_ranks = 2}, {host = "n1", gpus = [0, 1]}]')
     assert differences([one, two]) == [
-        RecipeDifference(key="cluster.nodes[1].host", values=("", "n1")),
-        RecipeDifference(key="cluster.nodes[1].gpus", values=("", "0, 1")),
+        DifferingValues(key="cluster.nodes[1].host", values=("", "n1")),
+        DifferingValues(key="cluster.nodes[1].gpus", values=("", "0, 1")),
     ]
 
 

@@ -446,3 +446,10 @@ def test_versions_of_packages_are_those_that_importlib_finds(
         nccl = None
     found = environment_facts.read_environment("", "own.py", {})
     assert (found.nccl, found.gputrain) == (nccl, importlib.metadata.version("gputrain"))
+
+
+def test_versions_are_read_without_the_imports_of_importlib_metadata() -> None:
+    request = {"task": "own:Task", "script": "", "options": {}}
+    words = f"import sys; from gputrain_tui.hosts import environment_facts as e; e.read_environment(**{request})"
+    source = f"{words}; assert not {{'importlib.metadata', 'email'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", source], check=True)

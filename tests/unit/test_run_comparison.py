@@ -16,12 +16,12 @@ from synthetic import BEGIN
 
 from gputrain_tui import cli
 from gputrain_tui.headless.comparison_text import comparison_lines
+from gputrain_tui.report.comparison_limits import check_limits, parse_condition
 from gputrain_tui.report.run_comparison import (
     RecordedRun,
     RunComparison,
     compare,
     incomparable,
-    parse_condition,
 )
 from gputrain_tui.report.run_report import HostHardware, RankSummary, RunReport, ValidationReport, Verdict
 from gputrain_tui.report.step_blocks import (
@@ -118,21 +118,15 @@ def test_blocks_hold_every_step_once_in_bounded_number(steps: int) -> None:
 
 
 def checked(condition: str, run: RecordedRun, first: RecordedRun | None = None) -> tuple[bool | None, str]:
-    (limit,) = compare([first or recorded(), run], conditions=[parse_condition(condition)]).limits
+    runs, parsed = [first or recorded(), run], parse_condition(condition)
+    (limit,) = check_limits(compare(runs, loss_steps=[] if parsed.at is None else [parsed.at]), runs, [parsed]).limits
     return limit.exceeded, limit.text
 
 
 LIMITS: dict[str, tuple[str, RecordedRun, bool | None, str]] = {
     "slower": ("step_ms>+5%", recorded("b", slower=0.1, seed=1), True, "most by forward (+2.0 ms)"),
     "as fast": ("step_ms>+5%", recorded("b", seed=1), False, "within the limit"),
-    "within its interval": ("step_ms>+5%", recorded("b", slower=0.051, seed=1, noise=1.0), False, "its interval"),
-    "slower by others": (
-        "step_ms>+5%",
-        recorded("b", core_wait_ms=9.0, seed=1),
-        False,
-        "by waits for cores that other",
-    ),
-    "slower among others": ("step_ms>+5%", recorded("b", slower=0.1, core_wait_ms=9.0, seed=1), True, "by forward"),
+    "slower among few others": ("step_ms>+5%", recorded("b", slower=0.1, core_wait_ms=0.3, seed=1), True, "by forward"),
     "a phase": ("forward_ms>+10%", recorded("b", slower=0.1, seed=1), True, "forward_ms +25."),
     "less throughput": ("throughput<-5%", recorded("b", slower=0.1, seed=1), True, "most by forward"),
     "more throughput": ("throughput<-5%", recorded("b", slower=-0.1, seed=1), False, "within the limit"),
@@ -157,12 +151,52 @@ LIMITS: dict[str, tuple[str, RecordedRun, bool | None, str]] = {
 }
 
 
+UNDECIDED: dict[str, tuple[str, RecordedRun, str]] = {
+    "noise": ("step_ms>+5%", recorded("b", slower=0.03, seed=1, noise=0.5), "this noise; it would take about "),
+    "at the limit": ("step_ms>+5%", recorded("b", slower=0.05, seed=1, noise=0.5), "over 100 times as many steps"),
+    "slower by others": ("step_ms>+5%", recorded("b", core_wait_ms=9.0, seed=1), "0 % of the time before and 31 % now"),
+    "slower among others": ("step_ms>+5%", recorded("b", slower=0.1, core_wait_ms=9.0, seed=1), "waited for cores"),
+    "less throughput by others": ("throughput<-5%", recorded("b", core_wait_ms=9.0, seed=1), "waited for cores"),
+}
+
+
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_what_noise_or_others_hide_is_said_to_be_undecided(name: str) -> None:
+    condition, run, text = UNDECIDED[name]
+    runs = [recorded(), run]
+    comparison = check_limits(compare(runs), runs, [parse_condition(condition)])
+    (limit,) = comparison.limits
+    assert (limit.exceeded, limit.decided) == (False, False), limit.text
+    assert text in limit.text
+    assert "cannot be told" in limit.text
+    assert "".join(text for text, _ in comparison_lines(comparison)[-1]).startswith("undecided ")
+
+
+@pytest.mark.parametrize(("before_ms", "now_ms"), [(20.0, 0.0), (3.0, 3.0)], ids=["others left", "equal others"])
+def test_a_change_within_what_others_took_is_not_decided(before_ms: float, now_ms: float) -> None:
+    """Of steps of 20 ms: equal runs differ by more than a tenth where each waits for an eighth of the time."""
+    runs = [recorded(core_wait_ms=before_ms), recorded("b", slower=0.1, core_wait_ms=now_ms, seed=1)]
+    (limit,) = check_limits(compare(runs), runs, [parse_condition("step_ms>+5%")]).limits
+    assert (limit.exceeded, limit.decided) == (False, False), limit.text
+
+
 @pytest.mark.parametrize("name", LIMITS)
 def test_a_limit_is_exceeded_only_beyond_the_interval(name: str) -> None:
     condition, run, exceeded, text = LIMITS[name]
     found = checked(condition, run, measured("a", 0.9))
     assert found[0] is exceeded
     assert text in found[1]
+
+
+def test_a_change_without_an_interval_is_not_called_noise() -> None:
+    found = {each.name: each.differences[0] for each in compare([recorded(), recorded("b", loss=1.5)]).figures}
+    assert found["loss"].interval is None
+    assert (found["loss"].change, found["loss"].is_noise, found["loss"].beyond_noise) == (
+        pytest.approx(0.5),
+        False,
+        False,
+    )
+    assert (found["valid"].is_noise, found["step_ms"].is_noise) == (True, True)
 
 
 def test_versions_that_differ_are_named_unless_one_record_has_none() -> None:

@@ -14,7 +14,7 @@ from gputrain_tui.console.screens.console_screen import Page, next_of
 from gputrain_tui.console.widgets.canvas import Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row
 from gputrain_tui.console.widgets.overlay_chart import OverlayChart
-from gputrain_tui.history.comparison import MEASURES, RecipeDifference, differences
+from gputrain_tui.history.comparison import MEASURES, DifferingValues, differences
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.report.load_report import read_recipe
 from gputrain_tui.state.share_changes import shares_text
@@ -22,13 +22,13 @@ from gputrain_tui.tables import printable
 from trainer.contract.errors import RequestError
 
 
-class Differences(Listing[RecipeDifference]):
+class Differences(Listing[DifferingValues]):
     """List of the keys in which the recipes differ."""
 
     def __init__(self, runs: int, *, id: str | None = None) -> None:
         super().__init__(id=id)
         self._runs = runs
-        self.differences: list[RecipeDifference] | None = None
+        self.differences: list[DifferingValues] | None = None
         self.problem = ""
 
     def _widths(self, width: int) -> tuple[int, int]:
@@ -48,7 +48,7 @@ class Differences(Listing[RecipeDifference]):
             row += [(f"{index + 1}".ljust(cells), f"curve-{index}"), ("  ", "base")]
         return [title, fit_row(row, width)]
 
-    def row(self, line: RecipeDifference, width: int) -> Row:
+    def row(self, line: DifferingValues, width: int) -> Row:
         keys, cells = self._widths(width)
         row: Row = [(" ", "base"), (line.key[: keys - 1].ljust(keys), "dim")]
         for value in line.values:
@@ -133,7 +133,7 @@ class CompareScreen(Page):
         self.dismiss()
 
 
-def _shares(runs: Sequence[Run]) -> list[RecipeDifference]:
+def _shares(runs: Sequence[Run]) -> list[DifferingValues]:
     """Return the newest shares of runs of which any has balanced ones, as a row below the keys of their recipes."""
     values = tuple("" if run.status.shares is None else shares_text(run.status.shares) for run in runs)
-    return [RecipeDifference(key="shares", values=values)] if any(values) else []
+    return [DifferingValues(key="shares", values=values)] if any(values) else []

@@ -1,0 +1,187 @@
+"""Conditions on the differences between runs, such as ``step_ms>+5%``, and whether they are exceeded. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from msgspec.structs import replace
+
+from gputrain_tui.history.run_columns import METRIC
+from gputrain_tui.report.run_comparison import (
+    LOSSES,
+    SINGLE,
+    WITH_INTERVAL,
+    Difference,
+    FigureComparison,
+    Limit,
+    RecordedRun,
+    RunComparison,
+    change_text,
+)
+from gputrain_tui.report.run_report import RunReport
+from gputrain_tui.report.step_blocks import MIN_VALUES, Interval, block_values
+from gputrain_tui.state.figures import mean_step_ms
+from gputrain_tui.state.totals import PHASES
+from trainer.contract.errors import RequestError, nearest, quoted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """A condition of ``--fail-on``, such as ``step_ms>+5%`` or ``finding:straggler``."""
+
+    text: str
+    name: str
+    """A figure, or ``finding``."""
+    at: int | None = None
+    """Step of a loss."""
+    sign: int = 1
+    """1: more fails, -1: less."""
+    limit: float = 0.0
+    """Of the change: relative, or absolute for a loss or a metric."""
+    finding: str = ""
+
+
+PATTERN = re.compile(
+    rf"(?:(?P<metric>{METRIC}.+?)|(?P<name>[a-z_]+)(?:@(?P<at>\d+))?)"
+    r"\s*(?P<sign>[<>])\s*(?P<limit>[+-]?\d+(?:\.\d+)?)\s*(?P<percent>%?)"
+)
+
+
+def parse_condition(text: str) -> Condition:
+    """Read a condition.
+
+    Raises:
+        RequestError: it is none; one line with what is allowed.
+    """
+    if text.startswith("finding:"):
+        kind = text.removeprefix("finding:")
+        if not re.fullmatch(r"[a-z_]+", kind):
+            raise RequestError(f"--fail-on {quoted(text)}: name a kind of finding, such as finding:straggler")
+        return Condition(text=text, name="finding", finding=kind)
+    match = PATTERN.fullmatch(text.strip())
+    if match is None:
+        raise RequestError(
+            f"--fail-on {quoted(text)} is no condition: write FIGURE>+LIMIT or FIGURE<-LIMIT, such as 'step_ms>+5%', "
+            "'throughput<-5%', 'loss@1000>+0.02', 'metric:val/acc<-0.01', or finding:KIND"
+        )
+    name, sign = match["metric"] or match["name"], 1 if match["sign"] == ">" else -1
+    names = [*WITH_INTERVAL, *SINGLE]
+    if name not in names and not match["metric"]:
+        raise RequestError(
+            f"--fail-on {quoted(text)}: {quoted(name)} is no figure{nearest(name, names)}; they are {', '.join(names)}"
+        )
+    absolute = name in LOSSES or bool(match["metric"])
+    if bool(match["percent"]) == absolute:
+        unit = "an absolute limit, such as +0.02" if absolute else "a limit in percent, such as +5%"
+        raise RequestError(f"--fail-on {quoted(text)}: {name} takes {unit}")
+    if match["at"] is not None and name != "loss":
+        raise RequestError(f"--fail-on {quoted(text)}: only a loss is taken at a step, as loss@1000")
+    limit = float(match["limit"]) / (1 if absolute else 100)
+    if limit * sign < 0:
+        raise RequestError(f"--fail-on {quoted(text)}: > takes a limit of 0 or more, < one of 0 or less")
+    return Condition(
+        text=text,
+        name=name,
+        at=None if match["at"] is None else int(match["at"]),
+        sign=sign,
+        limit=limit,
+    )
+
+
+def check_limits(
+    comparison: RunComparison, runs: Sequence[RecordedRun], conditions: Sequence[Condition]
+) -> RunComparison:
+    """Return the comparison of the runs with the conditions checked on each run after the first."""
+    checked = [
+        _checked(condition, comparison.figures, runs, index)
+        for index in range(1, len(runs))
+        for condition in conditions
+    ]
+    return replace(comparison, limits=tuple(checked))
+
+
+def _checked(
+    condition: Condition, figures: Sequence[FigureComparison], runs: Sequence[RecordedRun], index: int
+) -> Limit:
+    run = runs[index].report
+    if condition.name == "finding":
+        return _finding_limit(condition, runs[0].report, run)
+    name = condition.name if condition.at is None else f"{condition.name}@{condition.at}"
+    found = next((each for each in figures if each.name == name), None)
+    difference = None if found is None else found.differences[index - 1]
+    if found is None or difference is None or difference.change is None:
+        missing = runs[0].report.id if difference is None or difference.before is None else run.id
+        text = f"{name} is not known of {missing}{nearest(name, [each.name for each in figures])}"
+        return Limit(condition=condition.text, run=run.id, exceeded=None, text=text)
+    if difference.interval is None and found.name in WITH_INTERVAL:
+        text = f"{name}: too few steps for an interval ({MIN_VALUES} blocks after the warm-up are needed)"
+        return Limit(condition=condition.text, run=run.id, exceeded=None, text=text)
+    shown = change_text(difference, relative=found.relative)
+    measured = _exceeds(condition, difference.change, difference.interval)
+    alone = _exceeds(condition, difference.change, difference.undisturbed_interval or difference.interval)
+    if measured is None or alone is not measured:
+        why = _undecided(condition, difference, runs[0], runs[index], measured)
+        return Limit(condition=condition.text, run=run.id, exceeded=False, decided=False, text=f"{name} {shown}: {why}")
+    if not measured:
+        return Limit(condition=condition.text, run=run.id, exceeded=False, text=f"{name} {shown}: within the limit")
+    blamed = _largest_phase(figures, index) if name in ("step_ms", "throughput", "steps_per_s") else ""
+    return Limit(condition=condition.text, run=run.id, exceeded=True, text=f"{name} {shown}{blamed}")
+
+
+def _exceeds(condition: Condition, change: float, interval: Interval | None) -> bool | None:
+    """Whether a change is beyond the limit, with its whole interval where it has one; None: only a part of it is."""
+    ends = {(end - condition.limit) * condition.sign > 0 for end in interval or (change,)}
+    return None if len(ends) > 1 else ends.pop()
+
+
+def _undecided(
+    condition: Condition, difference: Difference, before: RecordedRun, now: RecordedRun, measured: bool | None
+) -> str:
+    """Return why it cannot be told whether a limit is exceeded, and what would tell it."""
+    assert difference.change is not None
+    if measured is not None:
+        shares = [f"{100 * _waited_share(run):.0f} %" for run in (before, now)]
+        return (
+            f"cannot be told, as ranks waited for cores that other processes used, {shares[0]} of the time before and "
+            f"{shares[1]} now"
+        )
+    assert difference.interval is not None
+    # The interval's width falls as the root of the number of steps.
+    distance = abs(difference.change - condition.limit)
+    width = max(abs(end - difference.change) for end in difference.interval)
+    steps = min(run.report.step for run in (before, now))
+    times = (width / distance) ** 2 if distance else inf
+    needed = f"about {float(f'{times * steps:.2g}'):,.0f} steps" if times < 100 else "over 100 times as many steps"
+    return f"cannot be told at this noise; it would take {needed}"
+
+
+def _waited_share(run: RecordedRun) -> float:
+    whole, alone = (sum(block_values(blocks.after_warm_up(), mean_step_ms)) for blocks in (run.blocks, run.undisturbed))
+    return 1 - alone / whole if whole else 0.0
+
+
+def _largest_phase(figures: Sequence[FigureComparison], index: int) -> str:
+    """Return the phase that has grown most, with its milliseconds; where all have shrunk, that which has least."""
+    grown: dict[str, float] = {}
+    for figure in figures:
+        phase = figure.name.removesuffix("_ms")
+        difference = figure.differences[index - 1]
+        if phase in PHASES and difference.now is not None:
+            grown[phase] = difference.now - (difference.before or 0.0)
+    if not grown:
+        return ""
+    phase = max(grown, key=lambda each: grown[each])
+    return f", most by {phase} ({grown[phase]:+.1f} ms)"
+
+
+def _finding_limit(condition: Condition, before: RunReport, now: RunReport) -> Limit:
+    def standing(report: RunReport) -> list[str]:
+        return [each.message for each in report.findings if each.kind == condition.finding and each.cleared is None]
+
+    new = standing(now)
+    exceeded = bool(new) and not standing(before)
+    text = new[0] if new else f"no {condition.finding} stands"
+    return Limit(condition=condition.text, run=now.id, exceeded=exceeded, text=text)
