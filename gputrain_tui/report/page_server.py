@@ -177,7 +177,11 @@ class PageRequest(BaseHTTPRequestHandler):
             cookie = f"{self._cookie_name}={self.server.token}; Path=/; HttpOnly; SameSite=Strict"
             # One slash alone: after two stands the name of another site.
             path = "/" + quote(unquote(address.path).lstrip("/"))
-            self._answer(HTTPStatus.SEE_OTHER, headers={"Set-Cookie": cookie, "Location": path})
+            if self._is_from_elsewhere:
+                # A browser sends the cookie to no page that another site leads to, but from this answer on to the next.
+                self._answer(HTTPStatus.OK, headers={"Set-Cookie": cookie, "Refresh": f"0; url={path}"})
+            else:
+                self._answer(HTTPStatus.SEE_OTHER, headers={"Set-Cookie": cookie, "Location": path})
         elif self._has_cookie():
             self._route([unquote(part) for part in address.path.split("/") if part])
         else:
@@ -199,8 +203,13 @@ class PageRequest(BaseHTTPRequestHandler):
     def _cookie_name(self) -> str:
         return f"gputrain_{self.server.port}"  # cookies are of a host, not of a port
 
+    @property
+    def _is_from_elsewhere(self) -> bool:
+        """Whether a page of another site or port led here."""
+        return self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin")
+
     def _has_cookie(self) -> bool:
-        if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+        if self._is_from_elsewhere:
             return False
         # Not http.cookies, which drops all cookies for one that it cannot read, such as another program's JSON.
         cookies = (cookie.strip().partition("=") for cookie in self.headers.get("Cookie", "").split(";"))

@@ -108,6 +108,15 @@ def test_the_token_leads_to_no_other_site(site: Site, path: str) -> None:
     assert not site.headers["location"].startswith(("//", "/\\"))
 
 
+def test_an_address_that_another_page_links_to_opens(site: Site) -> None:
+    """In a terminal in a browser, or a chat: a redirect would reach the page as that site's request, without cookie."""
+    address = f"/run/x?token={site.server.token}"
+    assert site.get(address, cookie=False, Sec_Fetch_Site="cross-site") == (200, b"")
+    assert site.headers["refresh"] == "0; url=/run/x"
+    assert "SameSite=Strict" in site.headers["set-cookie"]
+    assert site.get("/?token=wrong", cookie=False, Sec_Fetch_Site="cross-site") == (403, b"")
+
+
 @pytest.mark.parametrize("other", ['a={"x":1,"y":[2]}', "a=\xe9 b", "a b=c", "gputrain_{port}=of-another", "="])
 def test_cookies_of_other_programs_on_this_machine_shut_nobody_out(site: Site, other: str) -> None:
     own = f"gputrain_{site.server.port}={site.server.token}"
