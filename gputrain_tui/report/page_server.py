@@ -17,7 +17,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from http import HTTPStatus
-from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from typing import Any, ClassVar
@@ -98,7 +97,11 @@ class PageServer(ThreadingHTTPServer):
                 request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread more can be started
+            self._free.release()
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
@@ -160,17 +163,25 @@ class PageRequest(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request of who is allowed to ask."""
-        address = urlsplit(self.path)
         if not self._is_for_us():
             self._answer(HTTPStatus.FORBIDDEN)
+            return
+        try:
+            address = urlsplit(self.path)
+        except ValueError:
+            self.send_error(HTTPStatus.BAD_REQUEST)
             return
         given = parse_qs(address.query).get("token", [""])[0]
         if given and secrets.compare_digest(given.encode(), self.server.token.encode()):
             # The cookie takes over, so that the token is in no history and no address that is passed on.
             cookie = f"{self._cookie_name}={self.server.token}; Path=/; HttpOnly; SameSite=Strict"
-            self._answer(
-                HTTPStatus.SEE_OTHER, headers={"Set-Cookie": cookie, "Location": quote(unquote(address.path)) or "/"}
-            )
+            # One slash alone: after two stands the name of another site.
+            path = "/" + quote(unquote(address.path).lstrip("/"))
+            if self._is_from_elsewhere:
+                # A browser sends the cookie to no page that another site leads to, but from this answer on to the next.
+                self._answer(HTTPStatus.OK, headers={"Set-Cookie": cookie, "Refresh": f"0; url={path}"})
+            else:
+                self._answer(HTTPStatus.SEE_OTHER, headers={"Set-Cookie": cookie, "Location": path})
         elif self._has_cookie():
             self._route([unquote(part) for part in address.path.split("/") if part])
         else:
@@ -192,14 +203,20 @@ class PageRequest(BaseHTTPRequestHandler):
     def _cookie_name(self) -> str:
         return f"gputrain_{self.server.port}"  # cookies are of a host, not of a port
 
+    @property
+    def _is_from_elsewhere(self) -> bool:
+        """Whether a page of another site or port led here."""
+        return self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin")
+
     def _has_cookie(self) -> bool:
-        if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+        if self._is_from_elsewhere:
             return False
-        try:
-            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie_name)
-        except CookieError:
-            return False
-        return cookie is not None and secrets.compare_digest(cookie.value.encode(), self.server.token.encode())
+        # Not http.cookies, which drops all cookies for one that it cannot read, such as another program's JSON.
+        cookies = (cookie.strip().partition("=") for cookie in self.headers.get("Cookie", "").split(";"))
+        token = self.server.token.encode()
+        return any(
+            name == self._cookie_name and secrets.compare_digest(value.encode(), token) for name, _, value in cookies
+        )
 
     def _route(self, parts: list[str]) -> None:
         match parts:
@@ -236,8 +253,12 @@ class PageRequest(BaseHTTPRequestHandler):
             case ["events"]:
                 self._stream(run)
             case ["log", name] if name in _log_names(run):
-                with suppress(OSError):
-                    self._answer(HTTPStatus.OK, read_tail(run.dir.logs / f"{name}.log", LOG_BYTES))
+                try:
+                    text = read_tail(run.dir.logs / f"{name}.log", LOG_BYTES)
+                except OSError:  # deleted since, or no file
+                    self._answer(HTTPStatus.NOT_FOUND)
+                else:
+                    self._answer(HTTPStatus.OK, text)
             case _:
                 self._answer(HTTPStatus.NOT_FOUND)
 

@@ -195,11 +195,14 @@ def test_a_served_page_shows_a_step_within_two_seconds_and_keeps_the_choice_of_i
             window.run(
                 "const s = document.querySelector('select'); s.value = '1'; s.dispatchEvent(new Event('change'))"
             )
-            for rank in (0, 1):
-                write(run.dir.rank_events(rank), synthetic.step_of(rank, 21, Random(3)))
-            began = time.monotonic()
-            until(lambda: "21 steps" in window.run("return document.querySelector('main').textContent"))
-            assert time.monotonic() - began < 4.0, "two readings of the record, and as much for a busy machine"
+            took_s = []
+            for step in (21, 22, 23):  # each just after a reading, so that it waits for the whole of the next
+                for rank in (0, 1):
+                    write(run.dir.rank_events(rank), synthetic.step_of(rank, step, Random(3)))
+                began = time.monotonic()
+                until(lambda: f"{step} steps" in window.run("return document.querySelector('main').textContent"))  # noqa: B023
+                took_s.append(time.monotonic() - began)
+            assert min(took_s[1:]) < 2.0, f"{took_s} s; a busy machine delays one, not each"
             assert window.run("return document.querySelector('select').value") == "1"
             assert "token" not in window.run("return location.href")
             assert window.messages() == []

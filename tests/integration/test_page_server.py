@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import random
 import shutil
 import signal
@@ -74,6 +75,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     run = synthetic.run(tmp_path / "runs", name="<b>demo", steps=30, status="finished")
     (run.dir.logs / "0.log").write_text("<script>line</script>\n")
     (tmp_path / "secret").write_text("secret")
+    (run.dir.logs / "7.log").mkdir()
+    os.mkfifo(run.dir.logs / "8.log")
     (run.dir.logs / "9.log").symlink_to(tmp_path / "secret")
     server = PageServer("127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
@@ -97,6 +100,29 @@ def test_the_token_opens_the_pages_and_becomes_a_cookie(site: Site) -> None:
     assert b"<b>" not in body
     assert site.get("/", Host="127.0.0.1:9000")[0] == 200, "the port that ssh forwards to ours"
     assert site.headers["content-security-policy"].startswith("default-src 'none'")
+
+
+@pytest.mark.parametrize("path", ["/%2Fevil.example", "/%2F%2Fevil.example/x", "/%5C%2Fevil.example"])
+def test_the_token_leads_to_no_other_site(site: Site, path: str) -> None:
+    assert site.get(f"{path}?token={site.server.token}", cookie=False)[0] == 303
+    assert not site.headers["location"].startswith(("//", "/\\"))
+
+
+def test_an_address_that_another_page_links_to_opens(site: Site) -> None:
+    """In a terminal in a browser, or a chat: a redirect would reach the page as that site's request, without cookie."""
+    address = f"/run/x?token={site.server.token}"
+    assert site.get(address, cookie=False, Sec_Fetch_Site="cross-site") == (200, b"")
+    assert site.headers["refresh"] == "0; url=/run/x"
+    assert "SameSite=Strict" in site.headers["set-cookie"]
+    assert site.get("/?token=wrong", cookie=False, Sec_Fetch_Site="cross-site") == (403, b"")
+
+
+@pytest.mark.parametrize("other", ['a={"x":1,"y":[2]}', "a=\xe9 b", "a b=c", "gputrain_{port}=of-another", "="])
+def test_cookies_of_other_programs_on_this_machine_shut_nobody_out(site: Site, other: str) -> None:
+    own = f"gputrain_{site.server.port}={site.server.token}"
+    sent = other.format(port=site.server.port) if "port" in other else other
+    assert site.get("/", cookie=False, Cookie=f"{sent}; {own}")[0] == 200
+    assert site.get("/", cookie=False, Cookie=sent)[0] == 403
 
 
 def test_a_run_has_its_page_its_logs_and_a_stream_of_its_data(site: Site) -> None:
@@ -171,6 +197,9 @@ REFUSED: dict[str, tuple[str, dict[str, str], int]] = {
     "a log above": ("/run/{run}/log/..%2F..%2F..%2Fsecret", {}, 404),
     "a link for a log": ("/run/{run}/log/9", {}, 404),
     "a file of the package": ("/..%2Fpage.py", {}, 404),
+    "a folder for a log": ("/run/{run}/log/7", {}, 404),
+    "a pipe for a log": ("/run/{run}/log/8", {}, 404),
+    "an address that is none": ("ftp://[", {}, 400),
 }
 
 
@@ -201,6 +230,18 @@ def test_more_connections_than_the_maximum_are_refused_and_later_served(site: Si
     for each in held:
         each.close()
     until(lambda: b" 403 " in site.raw(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n"))
+
+
+def test_a_thread_that_cannot_start_takes_no_place(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", _no_more_threads)
+        for _ in range(MAX_CONNECTIONS + 1):
+            assert b" 503 " not in site.raw(b"")
+    assert site.get("/")[0] == 200
+
+
+def _no_more_threads(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_at_all_addresses_each_of_this_machine_is_a_host_and_no_other_name(
