@@ -354,5 +354,7 @@ def _run_table(server: PageServer) -> str:
             ]
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     titles = "".join(f"<th>{title}</th>" for title in LIST_TITLES)
-    table = f'<div class="scroll"><table><thead><tr>{titles}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-    return f"<main><h1>runs</h1>{table}</main>" if rows else "<main><h1>no run yet</h1></main>"
+    table = f'<table class="runs"><thead><tr>{titles}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    if not rows:
+        return "<main><h1>no run yet</h1></main>"
+    return f'<main><h1>runs</h1><div class="scroll">{table}</div></main>'
