@@ -54,6 +54,12 @@ def print_message(line: str) -> None:
     errors.print_message(line, program="gputrain")
 
 
+def log_line(text: str) -> None:
+    """Print a line to standard error, unbuffered; one that cannot be written, as on a full disk, is lost."""
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode(errors="replace"))
+
+
 def print_styled(text: str) -> None:
     """Print coloured text whose quoted parts are already printable."""
     print(text, file=getattr(sys.stdout, "unfiltered", sys.stdout))

@@ -9,7 +9,6 @@ from gputrain_tui.console import entry
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
     parser.add_argument("run", metavar="RUN", nargs="?", default="last", help=f"{RUN_HELP}; default: last")
     entry.add_fps(parser)
 

@@ -22,7 +22,6 @@ SIGNS = {"ok": ("✓", "32"), "note": ("·", "2"), "warning": ("!", "33"), "erro
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
     add_recipe(parser)
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
 

@@ -9,12 +9,12 @@ from contextlib import closing
 from gputrain_tui.commands.document_output import add_form, require_output, write_document, write_schema
 from gputrain_tui.commands.shared_flags import RUN_HELP
 from gputrain_tui.headless.comparison_text import comparison_lines
-from gputrain_tui.history.comparison import DifferingValues, differences
+from gputrain_tui.history.comparison import DifferingValues
 from gputrain_tui.history.run_folders import Run, find
 from gputrain_tui.output import print_message
 from gputrain_tui.report.comparison_limits import check_limits, parse_condition
 from gputrain_tui.report.comparison_page import comparison_page
-from gputrain_tui.report.load_report import read_recipe, read_run_record, run_facts
+from gputrain_tui.report.load_report import read_run_record, recipe_differences, run_facts
 from gputrain_tui.report.run_comparison import RecordedRun, RunComparison, compare
 from gputrain_tui.report.run_report import run_report
 from gputrain_tui.report.step_blocks import StepBlocks, without_core_waits
@@ -23,7 +23,6 @@ from trainer.contract.record import Step
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
     text = f"the run to compare with, then those that are compared with it; each a {RUN_HELP}"
     parser.add_argument("runs", metavar="RUN", nargs="*", help=text)
     parser.add_argument(
@@ -90,8 +89,7 @@ def _recorded(run: Run) -> RecordedRun:
 def _recipe_values(runs: Sequence[Run]) -> list[DifferingValues]:
     """Return the keys that differ; none where a recipe cannot be read, which is said."""
     try:
-        recipes = [read_recipe(each) for each in runs]
+        return recipe_differences(runs)
     except RequestError as error:
         print_message(f"the recipes are not compared: {error}")
         return []
-    return differences(recipes)

@@ -44,7 +44,6 @@ SUFFIXES = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare ``SHELL``."""
     parser.add_argument("shell", choices=tuple(INSTALLATION), help="shell to print the script for")
 
 

@@ -12,7 +12,6 @@ from gputrain_tui.output import print_message
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
     add_checkpoint(parser)
     parser.add_argument(
         "--split",

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -15,7 +15,6 @@ from typing import BinaryIO
 import msgspec
 
 from gputrain_tui.commands.shared_flags import add_checkpoint, add_ranks, chosen_ranks
-from gputrain_tui.headless.progress import ExportProgress
 from gputrain_tui.history.export.extent import shortcomings, summary
 from gputrain_tui.history.export.steps import RecordedSteps
 from gputrain_tui.history.export.table import write_csv, write_jsonl
@@ -88,11 +87,10 @@ def _steps(write: Callable[[RecordedSteps, BinaryIO], None]) -> Callable[[Namesp
     """Return a ``write`` function that exports the steps of a run to one file."""
 
     def export(args: Namespace, output: Path | None) -> int:
-        record, progress = _record(args)
+        record = _record(args)
         output = _place(args, record.run, output)
         with _file(output) as file:
-            with closing(progress):
-                write(record, file)
+            write(record, file)
             _require_steps(record)
         return _print_result(record, output)
 
@@ -102,14 +100,13 @@ def _steps(write: Callable[[RecordedSteps, BinaryIO], None]) -> Callable[[Namesp
 def _tensorboard(args: Namespace, output: Path | None) -> int:
     from gputrain_tui.history.export.tensorboard_folder import PREFIX, write_tensorboard
 
-    record, progress = _record(args, readings=2)
+    record = _record(args)
     output = output or Path(record.run.id + FORMATS[args.to].suffix)
     if str(output) == STDOUT:
         raise RequestError("export: --to tensorboard writes a folder: name one with -o FOLDER")
     require_folder_place(output, force=args.force, prefix=PREFIX)
     with output_folder(output) as folder:
-        with closing(progress):
-            write_tensorboard(record, folder)
+        write_tensorboard(record, folder)
         _require_steps(record)
     return _print_result(record, output)
 
@@ -120,10 +117,8 @@ def _archive(args: Namespace, output: Path | None) -> int:
     run = _run(args)
     archive = Archive(run, logs=bool(args.logs))
     output = _place(args, run, output)
-    progress = ExportProgress(f"{run.id} to {args.to}")
-    progress.total_bytes = archive.total_bytes
-    with _file(output) as file, closing(progress):
-        written = archive.write(file, environment=os.environ, project=Path.cwd(), advance=progress.advance)
+    with _file(output) as file:
+        written = archive.write(file, environment=os.environ, project=Path.cwd())
     for line in shortcomings(run):
         print_message(line)
     for line in written.left_out:
@@ -140,14 +135,10 @@ def _run(args: Namespace) -> Run:
     return last_trained() if args.named == "last" else find(args.named)
 
 
-def _record(args: Namespace, *, readings: int = 1) -> tuple[RecordedSteps, ExportProgress]:
-    """Return the steps of the chosen ranks, and a progress bar for reading them ``readings`` times."""
+def _record(args: Namespace) -> RecordedSteps:
     run = _run(args)
     ranks = chosen_ranks(args, run, command="export") or range(run.status.recorded_ranks)
-    progress = ExportProgress(f"{run.id} to {args.to}")
-    record = RecordedSteps(run, ranks, advance=progress.advance)
-    progress.total_bytes = readings * record.total_bytes
-    return record, progress
+    return RecordedSteps(run, ranks)
 
 
 def _place(args: Namespace, run: Run, output: Path | None) -> Path:
@@ -195,7 +186,6 @@ FORMATS = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
     add_checkpoint(parser)
     add_ranks(parser)
     parser.add_argument(

@@ -27,7 +27,6 @@ NUMBERS = (
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
     parser.add_argument("--json", action="store_true", help="print the inventory as one JSON object")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="A,B", help="ask these hosts over ssh, without a password")

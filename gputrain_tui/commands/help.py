@@ -19,7 +19,6 @@ PAGER = "less"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the topic and the flag."""
     parser.add_argument("topic", nargs="?", metavar="TOPIC", help="topic to show; without it, the list of topics")
     parser.add_argument("--json", action="store_true", help="print the topics, or one with its text, as JSON")
 

@@ -32,7 +32,6 @@ T = TypeVar("T")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
     text = "after --: a command of torchrun, accelerate, deepspeed, srun or python; without one it is read from "
     parser.add_argument("argv", metavar="COMMAND", nargs="*", help=f"{text}standard input, or asked for")
     text = "copy a recipe that comes with gputrain, with its comments"

@@ -31,7 +31,6 @@ Print = Callable[[str, bytes], None]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
     parser.add_argument("run", metavar="RUN", help=RUN_HELP)
     add_ranks(parser)
     parser.add_argument("--follow", "-f", action="store_true", help="keep printing until the run has ended")

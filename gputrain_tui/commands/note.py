@@ -13,7 +13,6 @@ from trainer.contract.errors import ExitCode, RequestError
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
     parser.add_argument("run", metavar="RUN", help="run id, a unique prefix of one, or `last`")
     parser.add_argument("text", metavar="TEXT", nargs="?", help='the note, in one line; "" deletes it')
     parser.add_argument("--tag", action="append", default=[], metavar="TAG", help="add a tag; may be repeated")

@@ -29,7 +29,6 @@ from trainer.contract.record import RunDir
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
     add_recipe(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the plan as one JSON object")

@@ -16,7 +16,6 @@ from trainer.contract.errors import ExitCode, RequestError
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
     add_checkpoint(parser)
     parser.add_argument(
         "--input",

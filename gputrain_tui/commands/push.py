@@ -12,7 +12,6 @@ from trainer.contract.errors import ExitCode, RequestError
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
     add_recipe(parser, optional=True)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="A,B", help="these hosts, to the same folder as here")

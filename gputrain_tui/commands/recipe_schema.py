@@ -10,7 +10,6 @@ from trainer.contract.errors import ExitCode
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare ``TASK``."""
     parser.add_argument(
         "task", nargs="?", default="", metavar="TASK", help="your own task, whose options to include: FILE.py:Class"
     )

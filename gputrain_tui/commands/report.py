@@ -21,7 +21,6 @@ PAGE_CELLS = 100
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
     parser.add_argument("run", metavar="RUN", nargs="?", default="last", help=f"{RUN_HELP}; default: last")
     add_form(parser)
 

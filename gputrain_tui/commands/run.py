@@ -21,7 +21,6 @@ from trainer.host.stop_request import StopRequest
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
     add_recipe(parser, optional=True)
     parser.add_argument("--resume", metavar="RUN", help="continue from the last checkpoint of a stopped or failed run")
     add_output(parser)

@@ -55,7 +55,6 @@ SHORTENED = {"note": 12, "metrics": 12, "tags": 12, "cause": MIN_CAUSE_CELLS}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
     parser.add_argument("--json", action="store_true", help="print the runs as one JSON array of objects")
     parser.add_argument(
         "--filter",

@@ -16,7 +16,6 @@ DEFAULT_PORT = 8686
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
     parser.add_argument("run", metavar="RUN", nargs="?", help=f"open the page of this run: {RUN_HELP}")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, metavar="P", help="default: 8686; 0: a free one")
     text = "address to listen at, which others then reach without encryption; default: this machine alone"

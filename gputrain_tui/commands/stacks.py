@@ -20,7 +20,6 @@ from trainer.contract.record import ThreadStack
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
     parser.add_argument("run", metavar="RUN", nargs="?", default="last", help=f"{RUN_HELP}; default: last")
     add_ranks(parser)
     parser.add_argument("--threads", action="store_true", help="also the threads beside the main one")

@@ -10,7 +10,6 @@ from trainer.contract.errors import ExitCode
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
     parser.add_argument("run", metavar="RUN", help="run id, a unique prefix of one, or `last`")
 
 

@@ -53,7 +53,7 @@ def _figures(comparison: RunComparison, index: int) -> list[list[Piece]]:
     for figure in comparison.figures[: len(comparison.figures) - len(left_out)]:
         difference = figure.differences[index]
         shown = change_text(difference, relative=figure.relative)
-        noise = "" if difference.change is None or difference.beyond_noise else "noise"
+        noise = "noise" if difference.is_noise else ""
         name = figure.name if figure.name.startswith(METRIC) else figure.name.replace("_", " ").removesuffix(" ms")
         name += f", {figure.unit}" if figure.unit else ""
         rows.append((name, _value(figure, difference.before), _value(figure, difference.now), shown, noise))

@@ -5,9 +5,6 @@ Only ``ProgressView`` writes, to standard error.
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -334,40 +331,3 @@ class ProgressView:
             self._stream.write(f"\r{line}\x1b[K")
             self._stream.flush()
             self._drawn = line
-
-
-class ExportProgress:
-    """Progress bar on standard error, erased at the end; without output if that is no terminal."""
-
-    def __init__(self, title: str) -> None:
-        self.total_bytes = 0
-        """Bytes to read; 0 until known."""
-        self._title = title
-        self._done = 0
-        self._began = time.monotonic()
-        self._draw_at = self._began + 0.3  # a short export shows no flickering bar
-        self._stream = getattr(sys.stderr, "unfiltered", sys.stderr)
-        self._live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-        self._drawn = False
-
-    def advance(self, count: int) -> None:
-        self._done += count
-        now = time.monotonic()
-        if self._live and now >= self._draw_at:
-            self._draw_at = now + REDRAW_S
-            self._drawn = True
-            self._stream.write(f"\r{self._line(now)}\x1b[K")
-            self._stream.flush()
-
-    def close(self) -> None:
-        if self._drawn:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-
-    def _line(self, now: float) -> str:
-        share = min(self._done / self.total_bytes, 1.0) if self.total_bytes else 0.0
-        columns = 30  # of the bar; the rest of 80 is for text
-        cells = round(share * columns)
-        left = f"  {duration((now - self._began) * (1 / share - 1))} left" if share > 0.01 else ""
-        line = f"{self._title}  {'━' * cells + '─' * (columns - cells)}  {share:4.0%}  {size(self._done)}{left}"
-        return line[: shutil.get_terminal_size().columns - 1]

@@ -101,9 +101,9 @@ def submit(argv: Sequence[str], script: str, environ: Mapping[str, str] | None =
     return int(_call(["sbatch", "--parsable", *argv], script, environ=environ).partition(";")[0])
 
 
-def submitter_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def submitter_environment() -> dict[str, str]:
     """Return the environment in which a job submits another one: without Slurm's variables about itself."""
-    return {name: value for name, value in environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+    return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
 
 
 def test(argv: Sequence[str], script: str) -> str:

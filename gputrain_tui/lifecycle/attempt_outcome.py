@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gputrain_tui.lifecycle.remote_nodes import path_with_host
+from gputrain_tui.tables import ranks_text
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import (
     LOST_PEER_KINDS,
@@ -194,11 +195,6 @@ def delete_partial_checkpoints(run_dir: RunDir) -> None:
             path.unlink()
 
 
-def rank_names(ranks: Sequence[int]) -> str:
-    """Return ``rank 3`` or ``ranks 1, 2``."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
 def describe_kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
     """Describe the update and checkpoint at which ranks stopped, and ranks that did not answer; may be empty."""
     outcomes = _outcomes(run_dir, nodes)
@@ -215,7 +211,7 @@ def describe_kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
         parts.append(f"at step {max(stopped)}{kept}" + (f", but {not_kept}" if not_kept else ""))
     silent = sorted(rank for outcome in outcomes for rank in outcome.unanswered)
     if silent:
-        parts.append(f"without saving, because {rank_names(silent)} did not answer")
+        parts.append(f"without saving, because {ranks_text(silent)} did not answer")
     return "; ".join(parts)
 
 
@@ -266,7 +262,7 @@ def _tail(path: Path, since: Mapping[str, int], text: bytes) -> Iterator[AnyEven
 
 def _failure_from_exit(run_dir: RunDir, node: int, end: NodeEnd, now: float) -> Failure:
     """Return the failure that a node's exit code and last log line show; for an attempt without recorded failures."""
-    code, names = end.exit_code, rank_names(end.unfinished)
+    code, names = end.exit_code, ranks_text(end.unfinished)
     # A process prints nothing about SIGKILL: its last line is about something else.
     lines = last_lines(run_dir.node_log(node), 1) if code != -signal.SIGKILL else []
     last_line = lost_peer_text(lines[-1].removeprefix("gputrain: ").strip()) if lines else ""

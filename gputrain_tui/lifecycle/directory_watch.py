@@ -13,7 +13,7 @@ from contextlib import suppress
 from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.node_process import NodeProcess
-from gputrain_tui.lifecycle.unfailing_print import log_line
+from gputrain_tui.output import log_line
 from gputrain_tui.plan.planner import Plan
 from trainer.contract.record import Failure, Finding, RunDir, read_stack_request, write_atomically
 from trainer.contract.record.regular_file import read_part

@@ -63,12 +63,12 @@ def _open_if(pid: int, is_it: Callable[[], bool | None]) -> int | None:
     return None
 
 
-def kill_processes(run_dir: Path, patience_s: float = 5.0, *, keep: Collection[int] = ()) -> list[int]:
-    """Kill the processes of a run except ``keep``; return those that do not end within ``patience_s``.
+def kill_processes(run_dir: Path, *, keep: Collection[int] = ()) -> list[int]:
+    """Kill the processes of a run except ``keep``; return those that do not end within five seconds.
 
     Besides those with its environment variable, these are the ones without it that a killed node agent has listed.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + 5.0
     while True:
         listed = {process.pid: process for process in unmarked_processes(run_dir)}
         left = [pid for pid in (*processes_of(run_dir), *listed) if pid not in keep]

@@ -14,7 +14,7 @@ from gputrain_tui.history.record_tail import last_test, newest_loss_of
 from gputrain_tui.history.status_file import Status, elapsed_of, read_status, write_status
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.attempt import AttemptResult
-from gputrain_tui.lifecycle.unfailing_print import log_line
+from gputrain_tui.output import log_line
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
 from gputrain_tui.state.figures import run_throughput

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
-from gputrain_tui.history.comparison import differences
+from gputrain_tui.history.comparison import DifferingValues, differences
 from gputrain_tui.history.run_folders import RECENT_RUNS, Run, UnreadableRun, newest_runs
 from gputrain_tui.lifecycle.live_run import LiveRun
 from gputrain_tui.lifecycle.recipe_to_run import recipe_of
@@ -64,10 +64,19 @@ def previous_run(run: Run, others: Iterable[Run | UnreadableRun]) -> Run | None:
 def recipe_changes(before: Run, now: Run) -> tuple[RecipeChange, ...]:
     """Return the keys whose values differ; none where a recipe cannot be read."""
     try:
-        found = differences([read_recipe(before), read_recipe(now)])
+        found = recipe_differences([before, now])
     except RequestError:
         return ()
     return tuple(RecipeChange(key=each.key, before=each.values[0], now=each.values[1]) for each in found)
+
+
+def recipe_differences(runs: Sequence[Run]) -> list[DifferingValues]:
+    """Return the keys in which the recipes of runs differ.
+
+    Raises:
+        RequestError: a recipe cannot be read.
+    """
+    return differences([read_recipe(run) for run in runs])
 
 
 def read_recipe(run: Run) -> Recipe:

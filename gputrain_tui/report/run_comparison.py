@@ -50,9 +50,11 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """95 % of the change; None where it is not known, or the figure is a single number."""
     beyond_noise: bool = False
     """Whether the interval does not contain 0."""
+    is_noise: bool = False
+    """Whether it contains 0. Neither is known of a change without an interval, but for single numbers."""
     undisturbed_interval: Interval | None = None
-    """95 % of the change without the time in which ranks waited for a core, whether such a wait costs its own time or
-    twice that: other ranks wait for the late one, and a process that shares a core finds its caches cold."""
+    """The hull of 95 % intervals of the change without the time in which ranks waited for a core, in either run or in
+    both, and without twice that: other ranks wait for the late one, and who shares a core finds its caches cold."""
 
 
 class FigureComparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,17 +202,27 @@ def _speed(figure: Figure, runs: Sequence[RecordedRun]) -> FigureComparison:
     values = [block_values(run.blocks.after_warm_up(), figure.of) for run in runs]
     alone = [block_values(run.undisturbed.after_warm_up(), figure.of) for run in runs]
     twice = [_less_twice(*each, is_time=figure.unit == "ms") for each in zip(values, alone, strict=True)]
-    changes = tuple(
-        replace(
-            _difference(values[0], values[index], relative=True),
-            undisturbed_interval=_hull(
-                difference_interval(alone[0], alone[index], relative=True),
-                difference_interval(twice[0], twice[index], relative=True),
-            ),
-        )
-        for index in range(1, len(runs))
-    )
-    return FigureComparison(name=figure.name, unit=figure.unit, relative=True, differences=changes)
+    changes = []
+    for index in range(1, len(runs)):
+        found = _difference(values[0], values[index], relative=True)
+        pairs = [(rows[0], rows[index]) for rows in (values, alone, twice)]
+        changes.append(replace(found, undisturbed_interval=_undisturbed(found.interval, *pairs)))
+    return FigureComparison(name=figure.name, unit=figure.unit, relative=True, differences=tuple(changes))
+
+
+Pair = tuple[Sequence[float], Sequence[float]]
+"""Values of the blocks of the first run, and of another one."""
+
+
+def _undisturbed(measured: Interval | None, values: Pair, alone: Pair, twice: Pair) -> Interval | None:
+    """Return the hull of the intervals with the waits of either run, of both or of none left out."""
+    found = [difference_interval(*pair, relative=True) for pair in (alone, twice)]
+    if measured is not None and all(mean(row) for row in values):
+        before, now = (mean(less) / mean(whole) for less, whole in zip(alone, values, strict=True))
+        low, high = measured
+        found += [((1 + low) * factor - 1, (1 + high) * factor - 1) for factor in (now, 1 / before if before else 1.0)]
+    known = [each for each in found if each is not None]
+    return (min(low for low, _ in known), max(high for _, high in known)) if known else None
 
 
 def _less_twice(values: Sequence[float], alone: Sequence[float], *, is_time: bool) -> list[float]:
@@ -221,12 +233,6 @@ def _less_twice(values: Sequence[float], alone: Sequence[float], *, is_time: boo
     # Where not as many blocks have a figure without the waits, there is no telling which belong together.
     pairs = zip(values, alone, strict=True) if len(values) == len(alone) else ()
     return [max(2 * less - whole, less / 10) if isfinite(less) else less for whole, less in pairs]
-
-
-def _hull(one: Interval | None, other: Interval | None) -> Interval | None:
-    if one is None or other is None:
-        return one or other
-    return min(one[0], other[0]), max(one[1], other[1])
 
 
 def _losses(name: str, runs: Sequence[RecordedRun], steps: Sequence[int]) -> FigureComparison:
@@ -243,8 +249,9 @@ def _difference(before: Sequence[float], now: Sequence[float], *, relative: bool
     one, other = mean(before), mean(now)
     change = None if relative and not one else other / one - 1 if relative else other - one
     interval = difference_interval(before, now, relative=relative)
-    beyond = interval is not None and not interval[0] <= 0 <= interval[1]
-    return Difference(before=one, now=other, change=change, interval=interval, beyond_noise=beyond)
+    noise = change == 0 if interval is None else interval[0] <= 0 <= interval[1]
+    beyond = interval is not None and not noise
+    return Difference(before=one, now=other, change=change, interval=interval, beyond_noise=beyond, is_noise=noise)
 
 
 def _single(
@@ -263,7 +270,7 @@ def _single_difference(before: float | None, now: float | None, *, relative: boo
     if before is None or now is None or (relative and not before):
         return Difference(before=before, now=now)
     change = now / before - 1 if relative else now - before
-    return Difference(before=before, now=now, change=change, beyond_noise=change != 0)
+    return Difference(before=before, now=now, change=change, beyond_noise=change != 0, is_noise=change == 0)
 
 
 def _valid(report: RunReport) -> float | None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
-import pty
-import select
 import subprocess
 import sys
 from collections.abc import Callable
@@ -110,28 +107,6 @@ def test_a_csv_of_very_many_steps_has_each_step_once_in_bounded_memory(long: Run
                 assert (row[rank_at], row[step_at]) == (str(rank), str(number))
                 assert float(row[loss_at]) == loss_of(rank, number)
         assert next(rows, None) is None
-
-
-def test_a_terminal_sees_how_far_the_export_is(long: Run, tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
-    words = ["export", str(long.dir.path), "--to", "jsonl", "-o", str(tmp_path / "long.jsonl")]
-    environment = {**os.environ, "TERM": "xterm"}
-    with subprocess.Popen(
-        [sys.executable, "-m", "gputrain_tui", *words], stdout=subprocess.PIPE, stderr=theirs, env=environment
-    ) as process:
-        os.close(theirs)
-        output = b""
-        while select.select([ours], [], [], 60)[0]:
-            try:
-                output += os.read(ours, 1 << 16)
-            except OSError:  # the other side is closed
-                break
-        os.close(ours)
-        assert process.wait() == 0
-    draws = output.decode().split("\r")
-    assert f"{long.id} to jsonl  ━" in draws[1]
-    assert "%" in draws[1]
-    assert draws[-1] == "\x1b[K", "the bar is erased"
 
 
 def test_single_values_are_each_steps_own_and_means_are_marked(call: Command, run: Run) -> None:
@@ -417,14 +392,16 @@ def test_a_full_disk_leaves_the_file_that_was_there_and_no_part_of_another(run: 
 
 
 def test_an_interrupted_export_leaves_nothing(run: Run, tmp_path: Path) -> None:
-    def interrupt(_: int) -> None:
-        raise KeyboardInterrupt
-
-    record = RecordedSteps(run, [0, 1], advance=interrupt)
     folder = tmp_path / "out"
     folder.mkdir()
-    with pytest.raises(KeyboardInterrupt), output_file(folder / "x.csv") as file:
-        write_csv(record, file)
+
+    def interrupted() -> None:
+        with output_file(folder / "x.csv") as file:
+            write_csv(RecordedSteps(run, [0, 1]), file)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert not list(folder.iterdir())
 
 

@@ -58,7 +58,7 @@ async def test_no_run_offers_the_demo(size: tuple[int, int]) -> None:
     async with app.run_test(size=size) as pilot:
         await open_screen(pilot, history())
         assert "No run yet." in screen_text(app)
-        assert "d runs the demo" in screen_text(app)
+        assert "d trains the demo" in screen_text(app)
         await pilot.press("enter", "space", "c", "r", "e", "S", "x")
         assert app.place == "history"
 

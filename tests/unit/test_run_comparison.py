@@ -172,9 +172,10 @@ def test_what_noise_or_others_hide_is_said_to_be_undecided(name: str) -> None:
     assert "".join(text for text, _ in comparison_lines(comparison)[-1]).startswith("undecided ")
 
 
-def test_others_that_left_do_not_make_a_slower_run_a_faster_one() -> None:
-    """The first waited for cores half of the time, and the second, slower by itself, did not: no limit is kept."""
-    runs = [recorded(core_wait_ms=20.0), recorded("b", slower=0.1, seed=1)]
+@pytest.mark.parametrize(("before_ms", "now_ms"), [(20.0, 0.0), (3.0, 3.0)], ids=["others left", "equal others"])
+def test_a_change_within_what_others_took_is_not_decided(before_ms: float, now_ms: float) -> None:
+    """Of steps of 20 ms: equal runs differ by more than a tenth where each waits for an eighth of the time."""
+    runs = [recorded(core_wait_ms=before_ms), recorded("b", slower=0.1, core_wait_ms=now_ms, seed=1)]
     (limit,) = check_limits(compare(runs), runs, [parse_condition("step_ms>+5%")]).limits
     assert (limit.exceeded, limit.decided) == (False, False), limit.text
 
@@ -185,6 +186,17 @@ def test_a_limit_is_exceeded_only_beyond_the_interval(name: str) -> None:
     found = checked(condition, run, measured("a", 0.9))
     assert found[0] is exceeded
     assert text in found[1]
+
+
+def test_a_change_without_an_interval_is_not_called_noise() -> None:
+    found = {each.name: each.differences[0] for each in compare([recorded(), recorded("b", loss=1.5)]).figures}
+    assert found["loss"].interval is None
+    assert (found["loss"].change, found["loss"].is_noise, found["loss"].beyond_noise) == (
+        pytest.approx(0.5),
+        False,
+        False,
+    )
+    assert (found["valid"].is_noise, found["step_ms"].is_noise) == (True, True)
 
 
 def test_versions_that_differ_are_named_unless_one_record_has_none() -> None:

@@ -34,6 +34,7 @@ from trainer.host.descendants import adopt_orphans, kill_descendants, reap
 from trainer.host.process_identity import UnmarkedProcesses
 from trainer.host.processes import RUN
 from trainer.host.stop_request import LEASE, StopRequest, StopRequested
+from trainer.host.versions import installed_versions
 
 
 def run_node(
@@ -166,6 +167,7 @@ class _NodeAgent:
         # The start blocks until the fork server has loaded torch, which takes seconds.
         with self._stop_request.raising():
             context = forkserver.start(preloaded) if start_method == "forkserver" else _torch_context()
+            installed_versions()  # of the first event, read while the server loads torch
             for assignment in assignments:
                 self._start_rank(context, assignment, target)
                 if self._attribution.failures:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from functools import cache
 
 from trainer.host.proc_files import PROC, read_text
 
@@ -21,8 +21,11 @@ PACKAGES = {
 """Packages by what they are called here; of several the first one that is installed counts."""
 
 
+@cache
 def installed_versions() -> dict[str, str]:
     """Return the versions by name, without those that are not known: torch may be installed by other means than pip."""
+    from importlib.metadata import PackageNotFoundError, version  # takes longer to import than to ask
+
     found = {"Python": platform.python_version()}
     for name, packages in PACKAGES.items():
         for package in packages:

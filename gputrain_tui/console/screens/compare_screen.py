@@ -14,9 +14,9 @@ from gputrain_tui.console.screens.console_screen import Page, next_of
 from gputrain_tui.console.widgets.canvas import Listing
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row
 from gputrain_tui.console.widgets.overlay_chart import OverlayChart
-from gputrain_tui.history.comparison import MEASURES, DifferingValues, differences
+from gputrain_tui.history.comparison import MEASURES, DifferingValues
 from gputrain_tui.history.run_folders import Run
-from gputrain_tui.report.load_report import read_recipe
+from gputrain_tui.report.load_report import recipe_differences
 from gputrain_tui.state.share_changes import shares_text
 from gputrain_tui.tables import printable
 from trainer.contract.errors import RequestError
@@ -90,7 +90,7 @@ class CompareScreen(Page):
     async def _show_differences(self) -> None:
         table = self.query_one(Differences)
         try:
-            found = differences(await asyncio.to_thread(lambda: [read_recipe(run) for run in self._runs]))
+            found = await asyncio.to_thread(recipe_differences, self._runs)
             table.differences = [*found, *_shares(self._runs)]
         except RequestError as error:
             table.differences, table.problem = [], str(error)

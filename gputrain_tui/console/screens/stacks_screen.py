@@ -81,7 +81,7 @@ class StacksScreen(ConsoleScreen):
             return f"{self.live.id} has ended; {recorded}"
         at = time.strftime("%H:%M:%S", time.localtime(int(self._request) / 1e9))
         if not silent:
-            return f"{answered} rank{'s' * (answered != 1)} at {at}"
+            return f"{answered} of {answered} ranks at {at}"
         if not self.live.over and time.monotonic() - self._requested_at < TIMEOUT_S:
             return f"asked at {at}; {answered} of {answered + len(silent)} have answered"
         return f"no answer from {ranks_text(silent)}: ended, or its node agent or host does not answer"

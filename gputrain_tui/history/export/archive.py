@@ -10,7 +10,7 @@ import os
 import tarfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -83,23 +83,12 @@ class Archive:
                     self._left_out.append(f"{name}: no permission to read it")
         if len(self._sizes) > MAX_FILES:
             raise RequestError(f"{run.dir.path} has more than {MAX_FILES:,} files")
-        if self.total_bytes > MAX_BYTES:
-            excess = f"{size(self.total_bytes)} of record and logs, more than the {size(MAX_BYTES)} of an archive"
+        if (total := sum(self._sizes.values())) > MAX_BYTES:
+            excess = f"{size(total)} of record and logs, more than the {size(MAX_BYTES)} of an archive"
             raise RequestError(f"{run.dir.path} has {excess}")
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(self._sizes.values())
-
-    def write(
-        self,
-        file: BinaryIO,
-        *,
-        environment: Mapping[str, str],
-        project: Path,
-        advance: Callable[[int], None] = lambda _: None,
-    ) -> Archived:
-        """Write the archive; ``advance`` is called with the number of bytes after each read.
+    def write(self, file: BinaryIO, *, environment: Mapping[str, str], project: Path) -> Archived:
+        """Write the archive.
 
         ``environment`` has variables whose values the run may have printed; paths below ``project`` are shown.
 
@@ -126,7 +115,7 @@ class Archive:
             for name, length in large.items():
                 path = self._run.dir.path / name
                 self._member(out, name, length, path.stat().st_mtime)
-                parts = _read(path, length, advance)
+                parts = _read(path, length)
                 for data in _masked(allow, parts) if name.startswith("logs/") else events.lines(parts, name):
                     out.write(data)
                 out.write(_padding(length))
@@ -208,7 +197,7 @@ def _padding(length: int) -> bytes:
     return bytes(-length % tarfile.BLOCKSIZE)
 
 
-def _read(path: Path, length: int, advance: Callable[[int], None]) -> Iterator[bytes]:
+def _read(path: Path, length: int) -> Iterator[bytes]:
     """Yield the first ``length`` bytes of a file, which may have grown."""
     with os.fdopen(open_regular(path), "rb") as file:
         while length > 0:
@@ -216,7 +205,6 @@ def _read(path: Path, length: int, advance: Callable[[int], None]) -> Iterator[b
             if not data:
                 raise RecordError(f"{path} became shorter while it was read")
             length -= len(data)
-            advance(len(data))
             yield data
 
 

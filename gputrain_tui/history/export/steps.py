@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple
@@ -128,19 +128,14 @@ class RankExtent:
 class RecordedSteps:
     """The recorded steps of some ranks of a run, up to the sizes that their files have at construction."""
 
-    def __init__(self, run: Run, ranks: Sequence[int], *, advance: Callable[[int], None] = lambda _: None) -> None:
-        """Note how long each file is; ``advance`` is called with the number of bytes after each read."""
+    def __init__(self, run: Run, ranks: Sequence[int]) -> None:
+        """Note how long each file is."""
         self.run = run
         self.ranks = ranks
         self.extents = {rank: RankExtent(rank=rank) for rank in ranks}
         """Extent of each rank's record, as the last reading found it."""
-        self._advance = advance
         names = [*map(str, ranks), *(path.stem for path in run.dir.events.glob("*.ndjson") if path.stem.isdecimal())]
         self._sizes = {name: size_of(run.dir.events / f"{name}.ndjson") for name in names}
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self._sizes[str(rank)] for rank in self.ranks)
 
     @property
     def began(self) -> float:
@@ -172,7 +167,7 @@ class RecordedSteps:
     def metrics(self, rank: int) -> Iterator[tuple[int, Metrics]]:
         """Yield the user's own metrics of a rank in the order of its record, each with its attempt."""
         extent = RankExtent(rank=rank)
-        for lines in self._lines(str(rank), READ_BYTES[1], counted=False):
+        for lines in self._lines(str(rank), READ_BYTES[1]):
             for event in decode_events(lines):
                 if type(event) is Step:
                     deque(extent.step(event), maxlen=0)
@@ -185,7 +180,7 @@ class RecordedSteps:
         """Return the names of the user's own metrics of all wanted ranks."""
         names: dict[str, None] = {}
         for rank in self.ranks:
-            for lines in self._lines(str(rank), READ_BYTES[1], counted=False):
+            for lines in self._lines(str(rank), READ_BYTES[1]):
                 kept = [line for line in lines.splitlines(keepends=True) if line.startswith(b'{"type":"metrics"')]
                 for event in decode_events(b"".join(kept)):
                     if type(event) is Metrics:
@@ -201,7 +196,7 @@ class RecordedSteps:
     def notes(self, names: Sequence[str]) -> Iterator[AnyEvent]:
         """Yield the events of some files, by name without suffix, but no steps, metrics and samples of machines."""
         for name in names:
-            for lines in self._lines(name, READ_BYTES[1], counted=False):
+            for lines in self._lines(name, READ_BYTES[1]):
                 kept = [line for line in lines.splitlines(keepends=True) if not line.startswith(FREQUENT_EVENTS)]
                 yield from decode_events(b"".join(kept), self.run.status.recorded_ranks)
 
@@ -219,7 +214,7 @@ class RecordedSteps:
         """Return the names of all event files, without suffix: that of the run, those of ranks, those of nodes."""
         return sorted((path.stem for path in self.run.dir.events.glob("*.ndjson")), key=by_rank)
 
-    def _lines(self, name: str, limit: int, *, keep_open: bool = True, counted: bool = True) -> Iterator[bytes]:
+    def _lines(self, name: str, limit: int, *, keep_open: bool = True) -> Iterator[bytes]:
         path = self.run.dir.events / f"{name}.ndjson"
         remaining = self._sizes[name] if name in self._sizes else size_of(path)
         file = AppendedFile(path, keep_open=keep_open)
@@ -231,8 +226,6 @@ class RecordedSteps:
                 if not read:  # the file was replaced by a shorter one
                     return
                 remaining -= read
-                if counted:
-                    self._advance(read)
                 if lines:
                     yield lines
             if self.run.state not in GOING and (torn := file.remainder()):

@@ -14,7 +14,7 @@ from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.attempt import AttemptResult, failed
 from gputrain_tui.plan.planner import Plan, PlannedNode
-from gputrain_tui.tables import size
+from gputrain_tui.tables import ranks_text, size
 from trainer.contract.errors import RequestError
 from trainer.contract.outcome import LOST_PEER_KINDS, node_outcome
 from trainer.contract.record import Failure, RunDir
@@ -135,7 +135,7 @@ def _node_lost(nodes: Sequence[PlannedNode], *, requeued: bool) -> AttemptResult
     hosts = [node.host for node in nodes]
     message = slurm_commands.WORDS["NODE_FAIL"]
     if hosts:
-        message = f"Slurm lost {' and '.join(hosts)} with {attempt_outcome.rank_names(ranks)}"
+        message = f"Slurm lost {' and '.join(hosts)} with {ranks_text(ranks)}"
     if requeued:
         return AttemptResult(status="stopped", reason=f"{message}, {PUT_BACK}")
     if not hosts:
@@ -152,7 +152,7 @@ def _has_lost_lease(run_dir: RunDir, node: PlannedNode) -> bool:
 def _out_of_memory(node: PlannedNode, failure: Failure | None, limit: int | None, run_dir: RunDir) -> AttemptResult:
     rank = failure.rank if failure is not None and failure.host == node.host else None
     rank = node.ranks[0] if rank is None and len(node.ranks) == 1 else rank
-    names = attempt_outcome.rank_names(node.ranks if rank is None else [rank])
+    names = ranks_text(node.ranks if rank is None else [rank])
     if rank is None and (largest := attempt_outcome.largest_rank(run_dir, node.node)) is not None:
         names += f" (rank {largest} used the most)"
     allowed = "" if limit is None else f" of {size(limit)} per node"

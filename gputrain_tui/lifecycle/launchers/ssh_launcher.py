@@ -33,7 +33,7 @@ from gputrain_tui.lifecycle.launchers.uncopied import UncopiedSteps
 from gputrain_tui.lifecycle.node_process import NodeProcess
 from gputrain_tui.lifecycle.remote_nodes import RemoteNode, attempt_folders, write_remote_node
 from gputrain_tui.lifecycle.run_checkpoints import recorded_table
-from gputrain_tui.lifecycle.unfailing_print import log_line
+from gputrain_tui.output import log_line
 from gputrain_tui.plan.planner import distributed_timeout
 from gputrain_tui.recipe.model import ClusterOptions
 from trainer.contract.errors import ExitCode

@@ -53,16 +53,16 @@ function figureTable(comparison, index) {
   const value = (figure, at) => (figure.unit === "bytes" ? bytes(at) : number(at, figure.relative ? 2 : 4));
   const rows = shown.map(({ figure, difference }) => [
     figure.name.startsWith("metric:") ? figure.name : figure.name.replaceAll("_", " ").replace(/ ms$/, "") + (figure.unit ? `, ${figure.unit}` : ""),
-    { right: value(figure, difference.before) }, { right: value(figure, difference.now) }, changeText(figure, difference),
-    figure.relative ? changeBar(difference, most) : "", difference.change === null || difference.beyond_noise ? "" : "noise",
+    changeText(figure, difference), figure.relative ? changeBar(difference, most) : "", difference.is_noise ? "noise" : "",
+    { right: value(figure, difference.before) }, { right: value(figure, difference.now) },
   ]);
-  return table(["figure", { right: "before" }, { right: "now" }, "change (95 %)", "", ""], rows);
+  return table(["figure", "change (95 %)", "", "", { right: "before" }, { right: "now" }], rows);
 }
 
 function phaseTable(data) {
   const total = (run) => run.parts.reduce((sum, part) => sum + part.ms, 0), most = Math.max(...data.runs.map(total), 1e-9);
   const rows = data.runs.filter((run) => run.parts.length).map((run) => {
-    const bars = make("span", {}, ...run.parts.map((part) => { const bar = make("span", { class: `bar ${part.name}`, title: `${NAMES[part.name] || part.name} ${number(part.ms)} ms` }); bar.style.width = `${(18 * part.ms) / most}rem`; return bar; }));
+    const bars = make("span", {}, ...run.parts.map((part) => { const bar = make("span", { class: `bar ${part.name}`, title: `${NAMES[part.name] || part.name} ${number(part.ms)} ms` }); bar.style.width = `calc(${part.ms / most} * min(18rem, 40vw))`; return bar; }));
     return [run.id, { right: number(total(run)) }, bars, run.parts.map((part) => `${part.name} ${number(part.ms)}`).join(", ")];
   });
   return table(["run", { right: "ms" }, "", "parts, ms"], rows);
@@ -92,8 +92,8 @@ function show(data) {
   });
   main.append(section("Where a step's time goes", phaseTable(data)));
   if (data.runs.some((run) => run.curve.step.length)) {
-    main.append(make("div", { class: "controls" }, choice("over", Object.keys(AXES), view.axis || "steps", (value) => { view.axis = value; view.zoom = null; }, false), make("span", { class: "faint" }, "drag to zoom, double click or Esc for all")));
-    main.append(section("Curves", make("div", { class: "charts" }, overlay(data, "loss", data.loss_unit, "loss", false), overlay(data, "step time", "ms", "step_ms", true), overlay(data, "throughput", "samples/s", "samples_per_s", true))));
+    const controls = make("div", { class: "controls" }, choice("over", Object.keys(AXES), view.axis || "steps", (value) => { view.axis = value; view.zoom = null; }, false), make("span", { class: "faint" }, "drag to zoom, double click or Esc for all"));
+    main.append(section("Curves", controls, make("div", { class: "charts" }, overlay(data, "loss", data.loss_unit, "loss", false), overlay(data, "step time", "ms", "step_ms", true), overlay(data, "throughput", "samples/s", "samples_per_s", true))));
   }
   document.title = `${others.join(", ")} against ${first}`;
   replaceMain(main);
