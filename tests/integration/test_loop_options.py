@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from loop_on_ranks import train_on
 from rank_group import Gang
 
 from trainer.contract.errors import RequestError
@@ -30,7 +32,6 @@ def train(
 ) -> dict[str, Any]:
     """Run on each rank: train a little, and return how it went."""
     import tiny_task
-    import torch
     from tiny_task import TinyOptions
     from worker_contexts import worker_context
 
@@ -121,6 +122,46 @@ def test_powersgd_without_numpy_is_refused_in_one_line() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for the CPU needs a C++ compiler")
 def test_two_ranks_train_a_compiled_model_and_agree(two_ranks: Gang, tmp_path: Path) -> None:
     agree(two_ranks.run(train, {"compile": "on"}, str(tmp_path)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for the CPU needs a C++ compiler")
+@pytest.mark.parametrize(("before", "after"), [("on", "off"), ("off", "on")])
+def test_a_checkpoint_is_continued_with_and_without_compilation(
+    two_ranks: Gang, tmp_path: Path, before: str, after: str
+) -> None:
+    def trained(folder: str, **options: Any) -> dict[str, Any]:
+        given = {"batch_size": (8,), "lr": (0.02,), "update_freq": (2,), "clip_norm": 0.5, **options}
+        result: dict[str, Any] = two_ranks.run(train_on, "block_tasks:BlockTask", str(tmp_path / folder), given)[0]
+        assert result["error"] == ""
+        return result
+
+    through = trained("through", max_epochs=6)
+    first = trained("first", max_epochs=3, compile=before)
+    rest = trained("rest", max_epochs=6, compile=after, resume=str(tmp_path / "first"))
+    assert rest["updates"] == through["updates"] > first["updates"]
+    assert rest["best"] == pytest.approx(through["best"], rel=1e-12)
+    for name, weight in through["model"].items():
+        torch.testing.assert_close(rest["model"][name], weight, rtol=0, atol=1e-12)
+
+
+def test_gradients_of_what_no_optimizer_holds_do_not_add_up(tmp_path: Path) -> None:
+    from tiny_task import TinyOptions, TinyTask
+    from worker_contexts import worker_context
+
+    from trainer.engine.loop import Loop
+
+    class LeftOut(TinyTask):
+        def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+            return torch.optim.SGD(list(model.parameters())[:1], 0.0)
+
+    def last_gradients(updates: int) -> torch.Tensor:
+        options = Training(task="tiny", batch_size=(16,), max_updates=updates, valid_every_epochs=0)
+        loop = Loop(LeftOut(TinyOptions(samples=16, double=True)), options, worker_context())
+        loop.run()
+        return torch.cat([each.grad.flatten() for each in loop.parameters if each.grad is not None])
+
+    torch.testing.assert_close(last_gradients(3), last_gradients(1), rtol=1e-12, atol=1e-12)
 
 
 def agree(results: list[dict[str, Any]], *, moved: float = 0.05) -> None:

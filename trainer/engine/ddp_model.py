@@ -48,7 +48,7 @@ class Strategy(Protocol):
     def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
         """Return the context of a micro-step's forward and backward pass; ``last``: of an optimizer step."""
 
-    def clip(self, values: Sequence[Tensor], max_norm: float) -> Tensor:
+    def clip(self, values: list[Tensor], max_norm: float) -> Tensor:
         """Return the norm [] of all gradients, with this rank's values; scale them down to ``max_norm`` if above 0."""
 
     def measure(self, meter: StepMeter) -> None:
@@ -80,9 +80,11 @@ class Replicated:
         ddp = self.model if isinstance(self.model, DDP) else None
         self.needs_all_gradients = ddp is not None and not (ddp.find_unused_parameters or ddp.static_graph)
         self.micro_step = Accumulation(self.model)
+        one_device = len({each.device for each in self.module.parameters()}) == 1
+        self._total_norm = total_norm if one_device else torch.nn.utils.get_total_norm
 
-    def clip(self, values: Sequence[Tensor], max_norm: float) -> Tensor:
-        return clip(values, torch.nn.utils.get_total_norm(values), max_norm)
+    def clip(self, values: list[Tensor], max_norm: float) -> Tensor:
+        return clip(values, self._total_norm(values), max_norm)
 
     def measure(self, meter: StepMeter) -> None:
         """Follow nothing more: DDP's comm hook measures."""
@@ -340,6 +342,14 @@ def scale(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
 def factor_for(factor: Tensor | float, dtype: torch.dtype) -> Tensor | float:
     """Return a factor for tensors of a dtype, cast if it is a tensor [], so that their product keeps the dtype."""
     return factor.to(dtype) if isinstance(factor, Tensor) else factor
+
+
+def total_norm(values: list[Tensor]) -> Tensor:
+    """Return the norm [] of tensors on one device: torch's ``get_total_norm`` in half the time on the host."""
+    if not values:
+        return torch.zeros(())
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
+    return norm
 
 
 def clip(values: Sequence[Tensor], norm: Tensor, max_norm: float) -> Tensor:
