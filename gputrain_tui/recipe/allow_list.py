@@ -11,7 +11,7 @@ import datetime
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from trainer.contract.options import Distributed, Script, Training
 from trainer.contract.schema import Option, describe
 
 HIDDEN = "•••"
+MIN_HIDDEN_CHARS = 8
+"""Minimum length of a value that is hidden in the record and in logs: ``false`` of a variable is in every log."""
 
 VARIABLES = frozenset(
     (
@@ -174,12 +176,10 @@ class AllowList:
 
     def _remember(self, value: str, *, words: bool) -> None:
         """Remember a value and its words: a line of shell is in no log, but the password in it may be."""
-        parts = re.split(r"[\s'\"=;&|@:,/?]+", value) if words else []
+        parts = [part for word in re.split(r"[\s'\"]+", value) for part in _parts(word)] if words else []
         parts += [part[2:] for part in parts if _SHORT_FLAG.match(part)]  # -pVALUE
-        # Minimum length of a value that is hidden in the record and in logs: ``false`` of a variable is in every log.
-        min_value_chars = 8
         for text in (value, *parts):
-            if len(text) >= min_value_chars and not self.is_shown(text):
+            if len(text) >= MIN_HIDDEN_CHARS and not self.is_shown(text):
                 self._values.add(text.encode("utf-8", "surrogateescape"))
                 self._values.add(json.dumps(text, ensure_ascii=False)[1:-1].encode("utf-8", "surrogateescape"))
         self._pattern = None
@@ -226,3 +226,14 @@ class AllowList:
     def longest_bytes(self) -> int:
         """Length of the longest value that ``mask`` hides."""
         return max(map(len, self._values), default=1)
+
+
+def _parts(word: str) -> Iterator[str]:
+    """Yield what stands between the separators of a word, and shorter ones also joined: a secret may have a slash."""
+    pieces = re.split(r"([=;&|@:,/?]+)", word)
+    for begin in range(0, len(pieces), 2):
+        yield pieces[begin]
+        for end in range(begin, len(pieces), 2):
+            if len(pieces[end]) >= MIN_HIDDEN_CHARS:  # hidden by itself
+                break
+            yield "".join(pieces[begin : end + 1])
