@@ -7,13 +7,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import msgspec
-
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.report.load_report import read_run_record, run_facts
 from gputrain_tui.report.page import page_data
 from gputrain_tui.report.run_charts import run_charts
-from gputrain_tui.report.run_report import run_report
+from gputrain_tui.report.run_report import RunReport, run_report
 from gputrain_tui.report.step_blocks import StepBlocks
 
 INTERVAL_S = 1.25
@@ -37,8 +35,8 @@ class LivePage:
         """Number of the newest data, from 1."""
         self.data = ""
         """Newest data, as ``page_data`` returns it."""
-        self.report = b""
-        """Newest report, as JSON."""
+        self.report: RunReport | None = None
+        """Newest report."""
         self.is_over = False
         """Whether the record is read no more; the next viewer gets another page."""
 
@@ -83,7 +81,7 @@ class LivePage:
         data = page_data(report, charts)
         with self._changed:
             self._shown = live.version
-            self.data, self.report = data, msgspec.json.encode(report)
+            self.data, self.report = data, report
             self.version += 1
             self._changed.notify_all()
 

@@ -22,6 +22,7 @@ from itertools import islice
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+import msgspec
 import psutil
 
 from gputrain_tui import paths
@@ -249,7 +250,7 @@ class PageRequest(BaseHTTPRequestHandler):
                 self._page(run.id, body)
             case ["report.json"]:
                 with self.server.pages.viewing(run) as page:
-                    self._answer(HTTPStatus.OK, page.report, "application/json")
+                    self._answer(HTTPStatus.OK, msgspec.json.encode(page.report), "application/json")
             case ["events"]:
                 self._stream(run)
             case ["log", name] if name in _log_names(run):
