@@ -8,7 +8,13 @@ from gputrain_tui.headless.number_text import number
 from gputrain_tui.headless.progress import Piece
 from gputrain_tui.history.comparison import DifferingValues
 from gputrain_tui.history.run_columns import METRIC
-from gputrain_tui.report.run_comparison import FigureComparison, RunComparison, change_text
+from gputrain_tui.report.run_comparison import (
+    FigureComparison,
+    RunComparison,
+    change_text,
+    figure_title,
+    limit_result,
+)
 from gputrain_tui.tables import TableColumn, cut, size, table
 
 MAX_KEYS = 20
@@ -30,8 +36,7 @@ def comparison_lines(comparison: RunComparison) -> list[list[Piece]]:
         lines += [[], *_figures(comparison, index), []]
     for limit in comparison.limits:
         style = "" if limit.exceeded is False else "alarm"
-        result = {True: "exceeded", False: "kept" if limit.decided else "undecided", None: "unknown"}[limit.exceeded]
-        lines.append([(f"{result:<10}", style), (f"{limit.condition}: {limit.text}", style)])
+        lines.append([(f"{limit_result(limit):<10}", style), (f"{limit.condition}: {limit.text}", style)])
     return lines if comparison.limits else lines[:-1]
 
 
@@ -54,9 +59,9 @@ def _figures(comparison: RunComparison, index: int) -> list[list[Piece]]:
         difference = figure.differences[index]
         shown = change_text(difference, relative=figure.relative)
         noise = "noise" if difference.is_noise else ""
-        name = figure.name if figure.name.startswith(METRIC) else figure.name.replace("_", " ").removesuffix(" ms")
-        name += f", {figure.unit}" if figure.unit else ""
-        rows.append((name, _value(figure, difference.before), _value(figure, difference.now), shown, noise))
+        rows.append(
+            (figure_title(figure), _value(figure, difference.before), _value(figure, difference.now), shown, noise)
+        )
     right = ("before", "now")
     columns = [TableColumn(title, right=title in right) for title in ("figure", "before", "now", "change", "")]
     title, *texts = table(columns, rows).splitlines()

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 import msgspec
 
 from gputrain_tui.report.page import json_text, page_html
-from gputrain_tui.report.run_comparison import RecordedRun, RunComparison, block_loss, block_samples, block_time_ms
+from gputrain_tui.report.run_comparison import (
+    RecordedRun,
+    RunComparison,
+    block_loss,
+    block_samples,
+    block_time_ms,
+    change_text,
+    figure_title,
+    limit_result,
+)
 from gputrain_tui.report.run_report import StepPart
 from gputrain_tui.report.step_blocks import StepBlocks
 from gputrain_tui.state.figures import mean_step_ms, samples_per_s
@@ -67,5 +76,17 @@ def comparison_page(comparison: RunComparison, runs: Sequence[RecordedRun]) -> s
         for run in runs
     ]
     unit = next((run.report.loss_unit for run in runs if run.report.loss_unit), "")
-    data = json_text({"comparison": comparison, "runs": compared, "loss_unit": unit})
+    data = json_text(
+        {
+            "comparison": comparison,
+            "titles": [figure_title(figure) for figure in comparison.figures],
+            "changes": [
+                [change_text(each, relative=figure.relative) for each in figure.differences]
+                for figure in comparison.figures
+            ],
+            "results": [limit_result(limit) for limit in comparison.limits],
+            "runs": compared,
+            "loss_unit": unit,
+        }
+    )
     return page_html(f"{', '.join(comparison.runs[1:])} against {comparison.runs[0]}", data, "compare.js")

@@ -296,3 +296,16 @@ def change_text(difference: Difference, *, relative: bool) -> str:
         low, high = difference.interval
         text += f" ({scale * low:+.{digits}f} to {scale * high:+.{digits}f})"
     return text
+
+
+def figure_title(figure: FigureComparison) -> str:
+    """Return the words for a figure with its unit, such as ``step, ms``; a metric's name stays as it is."""
+    name = figure.name if figure.name.startswith(METRIC) else figure.name.replace("_", " ").removesuffix(" ms")
+    return f"{name}, {figure.unit}" if figure.unit else name
+
+
+def limit_result(limit: Limit) -> str:
+    """Return ``exceeded``, ``kept``, ``undecided`` or ``unknown``."""
+    if limit.exceeded is None:
+        return "unknown"
+    return "exceeded" if limit.exceeded else "kept" if limit.decided else "undecided"

@@ -25,14 +25,6 @@ function overlay(data, title, unit, field, fromZero) {
   return chart({ title, unit, x, xName, xText, zoomable: true, lines, fromZero });
 }
 
-function changeText(figure, difference) {
-  if (difference.change === null) return "–";
-  const scale = figure.relative ? 100 : 1, digits = figure.relative ? 1 : 4, unit = figure.relative ? " %" : "";
-  const signed = (value) => (value >= 0 ? "+" : "") + (scale * value).toFixed(digits);
-  const interval = difference.interval ? ` (${signed(difference.interval[0])} to ${signed(difference.interval[1])})` : "";
-  return signed(difference.change) + unit + interval;
-}
-
 // The change with its interval around nothing; all relative figures have one scale, which ends at half as much again.
 function changeBar(difference, most) {
   const [width, height] = [180, 14], px = (value) => width / 2 + (Math.max(-most, Math.min(most, value)) / most) * (width / 2 - 4);
@@ -47,13 +39,12 @@ function changeBar(difference, most) {
   return plot;
 }
 
-function figureTable(comparison, index) {
-  const shown = comparison.figures.slice(0, 300).map((figure) => ({ figure, difference: figure.differences[index] }));
+function figureTable(data, index) {
+  const shown = data.comparison.figures.slice(0, 300).map((figure, at) => ({ figure, difference: figure.differences[index], title: data.titles[at], change: data.changes[at][index] }));
   const most = Math.min(0.5, Math.max(0.05, ...finite(shown.filter(({ figure }) => figure.relative).map(({ difference }) => [difference.change, ...(difference.interval || [])]).flat()).map(Math.abs)));
   const value = (figure, at) => (figure.unit === "bytes" ? bytes(at) : number(at, figure.relative ? 2 : 4));
-  const rows = shown.map(({ figure, difference }) => [
-    figure.name.startsWith("metric:") ? figure.name : figure.name.replaceAll("_", " ").replace(/ ms$/, "") + (figure.unit ? `, ${figure.unit}` : ""),
-    changeText(figure, difference), figure.relative ? changeBar(difference, most) : "", difference.is_noise ? "noise" : "",
+  const rows = shown.map(({ figure, difference, title, change }) => [
+    title, change, figure.relative ? changeBar(difference, most) : "", difference.is_noise ? "noise" : "",
     { right: value(figure, difference.before) }, { right: value(figure, difference.now) },
   ]);
   return table(["figure", "change (95 %)", "", "", { right: "before" }, { right: "now" }], rows);
@@ -80,12 +71,10 @@ function show(data) {
   const legend = data.runs.map((run, index) => make("span", { class: "legend" }, make("span", { class: `square run${index % COLOURS}` }), `${run.id}, ${run.state}`));
   const main = make("main", {}, make("h1", {}, `${others.join(", ")} against ${first}`), make("p", {}, ...legend));
   for (const text of comparison.incomparable) main.append(make("p", { class: "alarm" }, "not comparable: " + text));
-  for (const limit of comparison.limits) {
-    const result = limit.exceeded === null ? "unknown" : limit.exceeded ? "exceeded" : limit.decided ? "kept" : "undecided";
-    main.append(make("p", { class: limit.exceeded === false ? "verdict" : "verdict bad" }, make("strong", {}, `${result}  ${limit.condition}`), `${limit.run}: ${limit.text}`));
-  }
+  comparison.limits.forEach((limit, at) => main.append(
+    make("p", { class: limit.exceeded === false ? "verdict" : "verdict bad" }, make("strong", {}, `${data.results[at]}  ${limit.condition}`), `${limit.run}: ${limit.text}`)));
   others.forEach((run, index) => {
-    main.append(section(`${run} against ${first}`, figureTable(comparison, index)));
+    main.append(section(`${run} against ${first}`, figureTable(data, index)));
     const recipe = changedTable(comparison.recipe, index), versions = changedTable(comparison.versions, index);
     main.append(section("Recipe", recipe || make("p", {}, "the same")));
     if (versions) main.append(section("Versions", versions));
