@@ -12,9 +12,10 @@ from gputrain_tui.headless.comparison_text import comparison_lines
 from gputrain_tui.history.comparison import DifferingValues
 from gputrain_tui.history.run_folders import Run, find
 from gputrain_tui.output import print_message
-from gputrain_tui.report.comparison_limits import check_limits, parse_condition
+from gputrain_tui.report.comparison_in_turns import MIN_ROUNDS, compare_in_turns
+from gputrain_tui.report.comparison_limits import check_limits, check_limits_in_turns, parse_condition
 from gputrain_tui.report.comparison_page import comparison_page
-from gputrain_tui.report.load_report import read_run_record, recipe_differences, run_facts
+from gputrain_tui.report.load_report import read_run_record, recipe_differences, run_facts, runs_in_turns
 from gputrain_tui.report.run_comparison import RecordedRun, RunComparison, compare
 from gputrain_tui.report.run_report import run_report
 from gputrain_tui.report.step_blocks import StepBlocks, without_core_waits
@@ -33,6 +34,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="exit with 1 if a run exceeds it beyond its interval: 'step_ms>+5%%', 'throughput<-5%%', "
         "'loss@1000>+0.02', 'peak_memory>+10%%', 'metric:NAME<-0.01', finding:KIND; may be repeated",
     )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="compare the newest N runs of one recipe with those of another, by their names: made in turns, "
+        "A B A B A B",
+    )
     parser.add_argument("--anyway", action="store_true", help="compare runs of other hardware or ranks, too")
     add_form(parser)
 
@@ -49,10 +57,24 @@ def run(args: Namespace) -> int:
     if len(args.runs) < 2:
         raise RequestError("compare: name two runs or more, the one to compare with first; see `gputrain runs`")
     conditions = [parse_condition(text) for text in args.fail_on]
-    runs = [find(name) for name in args.runs]
-    recorded = [_recorded(each) for each in runs]
     steps = [each.at for each in conditions if each.at is not None]
-    comparison = check_limits(compare(recorded, recipe=_recipe_values(runs), loss_steps=steps), recorded, conditions)
+    if args.rounds is None:
+        runs = [find(name) for name in args.runs]
+        recorded = [_recorded(each) for each in runs]
+        comparison = compare(recorded, recipe=_recipe_values(runs), loss_steps=steps)
+        comparison = check_limits(comparison, recorded, conditions)
+    else:
+        if len(args.runs) != 2 or args.rounds < MIN_ROUNDS:
+            raise RequestError(
+                f"compare --rounds N: N is {MIN_ROUNDS} or more, with two names of recipes, the one to compare with "
+                "first"
+            )
+        before, now = args.runs
+        runs = [run for pair in runs_in_turns(before, now, args.rounds) for run in pair]
+        recorded = [_recorded(each) for each in runs]
+        rounds = list(zip(recorded[::2], recorded[1::2], strict=True))
+        comparison = compare_in_turns(rounds, recipe=_recipe_values(runs), loss_steps=steps)
+        comparison = check_limits_in_turns(comparison, rounds, conditions)
     written = write_document(
         args,
         comparison,

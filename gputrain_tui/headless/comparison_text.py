@@ -28,7 +28,8 @@ def comparison_lines(comparison: RunComparison) -> list[list[Piece]]:
     lines: list[list[Piece]] = []
     first = comparison.runs[0]
     for index, run in enumerate(comparison.runs[1:]):
-        lines += [[(run, "bold"), (" against ", "dim"), (first, "bold")]]
+        rounds = f", means of {len(comparison.rounds)} rounds" if comparison.rounds else ""
+        lines += [[(run, "bold"), (" against ", "dim"), (first, "bold"), (rounds, "")]]
         lines += [[("  not comparable  ", "alarm"), (text, "")] for text in comparison.incomparable]
         changed = _changes(comparison.recipe, index)
         lines += changed or [[("  the same recipe", "dim")]]

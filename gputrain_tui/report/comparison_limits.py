@@ -21,11 +21,13 @@ from gputrain_tui.report.run_comparison import (
     RunComparison,
     change_text,
 )
-from gputrain_tui.report.run_report import RunReport
 from gputrain_tui.report.step_blocks import MIN_VALUES, Interval, block_values
 from gputrain_tui.state.figures import mean_step_ms
 from gputrain_tui.state.totals import PHASES
 from trainer.contract.errors import RequestError, nearest, quoted
+
+Pair = tuple[RecordedRun, RecordedRun]
+"""A run and the one that it is compared with, which is first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,24 +98,32 @@ def check_limits(
 ) -> RunComparison:
     """Return the comparison of the runs with the conditions checked on each run after the first."""
     checked = [
-        _checked(condition, comparison.figures, runs, index)
-        for index in range(1, len(runs))
+        _checked(condition, comparison.figures, index, [(runs[0], run)])
+        for index, run in enumerate(runs[1:])
         for condition in conditions
     ]
     return replace(comparison, limits=tuple(checked))
 
 
-def _checked(
-    condition: Condition, figures: Sequence[FigureComparison], runs: Sequence[RecordedRun], index: int
-) -> Limit:
-    run = runs[index].report
+def check_limits_in_turns(
+    comparison: RunComparison, rounds: Sequence[Pair], conditions: Sequence[Condition]
+) -> RunComparison:
+    """Return the comparison of the rounds with the conditions checked on their means."""
+    checked = [_checked(condition, comparison.figures, 0, rounds) for condition in conditions]
+    return replace(comparison, limits=tuple(checked))
+
+
+def _checked(condition: Condition, figures: Sequence[FigureComparison], index: int, rounds: Sequence[Pair]) -> Limit:
+    """Check a condition on the figures' differences of this index, which are those of the rounds."""
+    before, now = rounds[-1]
+    run = now.report
     if condition.name == "finding":
-        return _finding_limit(condition, runs[0].report, run)
+        return _finding_limit(condition, rounds)
     name = condition.name if condition.at is None else f"{condition.name}@{condition.at}"
     found = next((each for each in figures if each.name == name), None)
-    difference = None if found is None else found.differences[index - 1]
+    difference = None if found is None else found.differences[index]
     if found is None or difference is None or difference.change is None:
-        missing = runs[0].report.id if difference is None or difference.before is None else run.id
+        missing = before.report.id if difference is None or difference.before is None else run.id
         text = f"{name} is not known of {missing}{nearest(name, [each.name for each in figures])}"
         return Limit(condition=condition.text, run=run.id, exceeded=None, text=text)
     if difference.interval is None and found.name in WITH_INTERVAL:
@@ -123,7 +133,7 @@ def _checked(
     measured = _exceeds(condition, difference.change, difference.interval)
     alone = _exceeds(condition, difference.change, difference.undisturbed_interval or difference.interval)
     if measured is None or alone is not measured:
-        why = _undecided(condition, difference, runs[0], runs[index], measured)
+        why = _undecided(condition, difference, rounds, measured)
         return Limit(condition=condition.text, run=run.id, exceeded=False, decided=False, text=f"{name} {shown}: {why}")
     if not measured:
         return Limit(condition=condition.text, run=run.id, exceeded=False, text=f"{name} {shown}: within the limit")
@@ -137,24 +147,23 @@ def _exceeds(condition: Condition, change: float, interval: Interval | None) -> 
     return None if len(ends) > 1 else ends.pop()
 
 
-def _undecided(
-    condition: Condition, difference: Difference, before: RecordedRun, now: RecordedRun, measured: bool | None
-) -> str:
+def _undecided(condition: Condition, difference: Difference, rounds: Sequence[Pair], measured: bool | None) -> str:
     """Return why it cannot be told whether a limit is exceeded, and what would tell it."""
     assert difference.change is not None
     if measured is not None:
-        shares = [f"{100 * _waited_share(run):.0f} %" for run in (before, now)]
+        shares = [f"{100 * _waited_share(run):.0f} %" for run in rounds[-1]]
         return (
             f"cannot be told, as ranks waited for cores that other processes used, {shares[0]} of the time before and "
             f"{shares[1]} now"
         )
     assert difference.interval is not None
-    # The interval's width falls as the root of the number of steps.
+    # The interval's width falls as the root of the number of steps, or of rounds.
     distance = abs(difference.change - condition.limit)
     width = max(abs(end - difference.change) for end in difference.interval)
-    steps = min(run.report.step for run in (before, now))
+    what = "steps" if len(rounds) == 1 else "rounds"
+    count = min(run.report.step for run in rounds[0]) if what == "steps" else len(rounds)
     times = (width / distance) ** 2 if distance else inf
-    needed = f"about {float(f'{times * steps:.2g}'):,.0f} steps" if times < 100 else "over 100 times as many steps"
+    needed = f"about {float(f'{times * count:.2g}'):,.0f} {what}" if times < 100 else f"over 100 times as many {what}"
     return f"cannot be told at this noise; it would take {needed}"
 
 
@@ -168,7 +177,7 @@ def _largest_phase(figures: Sequence[FigureComparison], index: int) -> str:
     grown: dict[str, float] = {}
     for figure in figures:
         phase = figure.name.removesuffix("_ms")
-        difference = figure.differences[index - 1]
+        difference = figure.differences[index]
         if phase in PHASES and difference.now is not None:
             grown[phase] = difference.now - (difference.before or 0.0)
     if not grown:
@@ -177,11 +186,16 @@ def _largest_phase(figures: Sequence[FigureComparison], index: int) -> str:
     return f", most by {phase} ({grown[phase]:+.1f} ms)"
 
 
-def _finding_limit(condition: Condition, before: RunReport, now: RunReport) -> Limit:
-    def standing(report: RunReport) -> list[str]:
-        return [each.message for each in report.findings if each.kind == condition.finding and each.cleared is None]
+def _finding_limit(condition: Condition, rounds: Sequence[Pair]) -> Limit:
+    """A finding is new where it stands in the later run alone, in more than half of the rounds."""
 
-    new = standing(now)
-    exceeded = bool(new) and not standing(before)
-    text = new[0] if new else f"no {condition.finding} stands"
-    return Limit(condition=condition.text, run=now.id, exceeded=exceeded, text=text)
+    def standing(run: RecordedRun) -> list[str]:
+        found = run.report.findings
+        return [each.message for each in found if each.kind == condition.finding and each.cleared is None]
+
+    messages = [message for _, now in rounds for message in standing(now)[:1]]
+    new = sum(1 for before, now in rounds if standing(now) and not standing(before))
+    text = messages[-1] if messages else f"no {condition.finding} stands"
+    if len(rounds) > 1 and messages:
+        text += f" (in {len(messages)} of {len(rounds)} rounds)"
+    return Limit(condition=condition.text, run=rounds[-1][1].report.id, exceeded=2 * new > len(rounds), text=text)

@@ -12,8 +12,43 @@ from gputrain_tui.lifecycle.recipe_to_run import recipe_of
 from gputrain_tui.recipe.build import load
 from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.report.run_report import RecipeChange, RunFacts
-from trainer.contract.errors import RequestError
+from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.record import Step
+
+
+def runs_in_turns(before: str, now: str, rounds: int) -> list[tuple[Run, Run]]:
+    """Return the newest runs of two recipes, by their names, in pairs; the oldest round first.
+
+    Raises:
+        RequestError: a recipe has fewer runs, or they were not made in turns.
+    """
+    newest: dict[str, list[Run]] = {before: [], now: []}
+    if before == now:
+        raise RequestError(f"compare --rounds: {quoted(before)} twice; name two recipes")
+    seen = set[str]()
+    for run in newest_runs():
+        if isinstance(run, UnreadableRun):
+            continue
+        seen.add(run.status.recipe)
+        of_name = newest.get(run.status.recipe, [])
+        if len(of_name) < rounds:
+            of_name.append(run)
+        if all(len(runs) == rounds for runs in newest.values()):
+            break
+    for name, runs in newest.items():
+        if len(runs) < rounds:
+            hint = "" if runs else nearest(name, seen)
+            raise RequestError(f"compare --rounds {rounds}: the recipe {quoted(name)} has {len(runs)} runs{hint}")
+    in_order = sorted((*newest[before], *newest[now]), key=lambda run: run.status.started)
+    pairs = []
+    for one, other in zip(in_order[::2], in_order[1::2], strict=True):
+        if one.status.recipe == other.status.recipe:
+            raise RequestError(
+                f"compare --rounds: {one.id} and {other.id} follow each other; make the runs in turns, {before} and "
+                f"{now} in each round"
+            )
+        pairs.append((one, other) if one.status.recipe == before else (other, one))
+    return pairs
 
 
 def read_run_record(run: Run, *, on_step: Callable[[Step], None] | None = None) -> LiveRun:

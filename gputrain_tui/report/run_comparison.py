@@ -86,6 +86,9 @@ class RunComparison(msgspec.Struct, frozen=True, kw_only=True):
 
     schema_version: int = COMPARISON_SCHEMA_VERSION
     runs: tuple[str, ...]
+    """In rounds, those of the newest one."""
+    rounds: tuple[tuple[str, ...], ...] = ()
+    """Runs that were made in turns, the oldest round first; differences are then means over the rounds."""
     recipe: tuple[DifferingValues, ...] = ()
     versions: tuple[DifferingValues, ...] = ()
     """Of torch, driver and so on, on all hosts of a run; of runs whose record has them."""
@@ -134,15 +137,23 @@ SINGLE = ("peak_memory", *LOSSES)
 
 
 def compare(
-    runs: Sequence[RecordedRun], *, recipe: Sequence[DifferingValues] = (), loss_steps: Iterable[int] = ()
+    runs: Sequence[RecordedRun],
+    *,
+    recipe: Sequence[DifferingValues] = (),
+    loss_steps: Iterable[int] = (),
+    intervals: bool = True,
 ) -> RunComparison:
-    """Compare each run with the first; ``loss_steps``: at which losses are compared besides the last one."""
-    figures = [_speed(figure, runs) for figure in SPEEDS]
-    figures.append(_losses("loss", runs, [min(run.blocks.last_step for run in runs)] * len(runs)))
+    """Compare each run with the first, with or without intervals.
+
+    ``loss_steps``: at which losses are compared besides the last one.
+    """
+    speed, losses = partial(_speed, intervals=intervals), partial(_losses, intervals=intervals)
+    figures = [speed(figure, runs) for figure in SPEEDS]
+    figures.append(losses("loss", runs, [min(run.blocks.last_step for run in runs)] * len(runs)))
     for name, of in (("loss_by_samples", block_samples), ("loss_by_time", block_time_ms)):
         if amount := min(run.blocks.amount(of) for run in runs):
-            figures.append(_losses(name, runs, [run.blocks.step_after(amount, of) for run in runs]))
-    figures += [_losses(f"loss@{step}", runs, [step] * len(runs)) for step in sorted({*loss_steps})]
+            figures.append(losses(name, runs, [run.blocks.step_after(amount, of) for run in runs]))
+    figures += [losses(f"loss@{step}", runs, [step] * len(runs)) for step in sorted({*loss_steps})]
     figures.append(_single("valid", "", runs, _valid, relative=False))
     figures.append(_single("peak_memory", "bytes", runs, _peak_memory, relative=True))
     for name in dict.fromkeys(name for run in runs for name in run.report.metrics):
@@ -198,16 +209,24 @@ def _cores(report: RunReport) -> str:
     return ", ".join(sorted(str(host.cores) for host in report.hosts if host.cores is not None))
 
 
-def _speed(figure: Figure, runs: Sequence[RecordedRun]) -> FigureComparison:
+def _speed(figure: Figure, runs: Sequence[RecordedRun], *, intervals: bool) -> FigureComparison:
     values = [block_values(run.blocks.after_warm_up(), figure.of) for run in runs]
+    changes = [_difference(values[0], other, relative=True, intervals=intervals) for other in values[1:]]
+    if intervals:
+        changes = _with_undisturbed(changes, figure, runs, values)
+    return FigureComparison(name=figure.name, unit=figure.unit, relative=True, differences=tuple(changes))
+
+
+def _with_undisturbed(
+    changes: Sequence[Difference], figure: Figure, runs: Sequence[RecordedRun], values: Sequence[Sequence[float]]
+) -> list[Difference]:
     alone = [block_values(run.undisturbed.after_warm_up(), figure.of) for run in runs]
     twice = [_less_twice(*each, is_time=figure.unit == "ms") for each in zip(values, alone, strict=True)]
-    changes = []
-    for index in range(1, len(runs)):
-        found = _difference(values[0], values[index], relative=True)
+    found = []
+    for index, change in enumerate(changes, 1):
         pairs = [(rows[0], rows[index]) for rows in (values, alone, twice)]
-        changes.append(replace(found, undisturbed_interval=_undisturbed(found.interval, *pairs)))
-    return FigureComparison(name=figure.name, unit=figure.unit, relative=True, differences=tuple(changes))
+        found.append(replace(change, undisturbed_interval=_undisturbed(change.interval, *pairs)))
+    return found
 
 
 Pair = tuple[Sequence[float], Sequence[float]]
@@ -235,23 +254,28 @@ def _less_twice(values: Sequence[float], alone: Sequence[float], *, is_time: boo
     return [max(2 * less - whole, less / 10) if isfinite(less) else less for whole, less in pairs]
 
 
-def _losses(name: str, runs: Sequence[RecordedRun], steps: Sequence[int]) -> FigureComparison:
+def _losses(name: str, runs: Sequence[RecordedRun], steps: Sequence[int], *, intervals: bool) -> FigureComparison:
     """Compare the losses around a step of each run, each the mean of the blocks near it."""
     values = [block_values(run.blocks.around(step), block_loss) for run, step in zip(runs, steps, strict=True)]
-    changes = tuple(_difference(values[0], other, relative=False) for other in values[1:])
+    changes = tuple(_difference(values[0], other, relative=False, intervals=intervals) for other in values[1:])
     unit = next((run.report.loss_unit for run in runs if run.report.loss_unit), "")
     return FigureComparison(name=name, unit=unit, relative=False, differences=changes)
 
 
-def _difference(before: Sequence[float], now: Sequence[float], *, relative: bool) -> Difference:
+def _difference(before: Sequence[float], now: Sequence[float], *, relative: bool, intervals: bool) -> Difference:
     if not before or not now:
         return Difference(before=mean(before) if before else None, now=mean(now) if now else None)
     one, other = mean(before), mean(now)
     change = None if relative and not one else other / one - 1 if relative else other - one
-    interval = difference_interval(before, now, relative=relative)
+    interval = difference_interval(before, now, relative=relative) if intervals else None
+    return difference_of(one, other, change, interval)
+
+
+def difference_of(before: float, now: float, change: float | None, interval: Interval | None) -> Difference:
+    """Return the difference, noise where its interval contains 0."""
     noise = change == 0 if interval is None else interval[0] <= 0 <= interval[1]
     beyond = interval is not None and not noise
-    return Difference(before=one, now=other, change=change, interval=interval, beyond_noise=beyond, is_noise=noise)
+    return Difference(before=before, now=now, change=change, interval=interval, beyond_noise=beyond, is_noise=noise)
 
 
 def _single(

@@ -1,9 +1,10 @@
 """Trials of ``gputrain compare``: how often it is right about equal runs, and about a slower forward pass.
 
-``python tests/benchmarks/comparison_trials.py FOLDER --rounds 10`` does rounds of three runs, one after the other: two
-equal ones, and one whose steps compute about a tenth more, all of it in the forward pass. It answers for the machine
-as it is then, quiet or beside other work. ``--rounds 0`` counts the runs that FOLDER has. Equal runs are compared both
-ways. Wrong is ``exceeded`` of equal runs, and ``kept`` of the slower one at a limit of 5 %: the exit code is then 1.
+``python tests/benchmarks/comparison_trials.py FOLDER --trials 10`` does trials of three runs, one after the other: two
+equal ones, and one whose steps compute more, by about a tenth for 3 ``--extra-layers``, all of it in the forward pass.
+It answers for the machine as it is then, quiet or beside other work. With ``--rounds 5``, each of the three is run five
+times in a trial, in turns, and compared so. Equal runs are compared both ways. Wrong is ``exceeded`` of equal runs, and
+``kept`` of the slower one: the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from collections import Counter
 from pathlib import Path
 
 LAYERS, WIDTH, BATCH = 10, 256, 128
-EXTRA_LAYERS = 3
-"""Forward passes of a layer more: a step has about 30, as a backward pass costs as much as two."""
+LIMITS = (5, 25)
+"""Percent."""
 
 
 def train(extra: int, steps: int) -> None:
@@ -64,8 +65,7 @@ def run(folder: Path, name: str, extra: int, steps: int) -> str:
     done = gputrain("run", str(recipe), "--json")
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
-    (made,) = sorted((folder / "runs").glob(f"*-{name}"))
-    return made.name
+    return max((path.name for path in (folder / "runs").glob(f"*-{name}*")), key=lambda each: each[:15])
 
 
 def gputrain(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -74,9 +74,9 @@ def gputrain(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def verdict(before: str, now: str, condition: str) -> str:
+def verdict(before: str, now: str, condition: str, *how: str) -> str:
     """Return ``kept``, ``undecided``, ``exceeded`` or ``exceeded by PHASE``, by the exit code and the words."""
-    done = gputrain("compare", before, now, "--fail-on", condition, "--json")
+    done = gputrain("compare", before, now, "--fail-on", condition, "--json", *how)
     (limit,) = json.loads(done.stdout)["limits"]
     assert done.returncode == (1 if limit["exceeded"] else 0), done.stderr
     print(f"  {now}: {limit['text']}", flush=True)
@@ -89,7 +89,9 @@ def verdict(before: str, now: str, condition: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--trials", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=0)
+    parser.add_argument("--extra-layers", type=int, default=3)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--extra", type=int, default=0)
     options = parser.parse_args()
@@ -99,21 +101,27 @@ def main() -> None:
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["GPUTRAIN_HOME"] = str(folder)
-    first = len(list((folder / "runs").glob("*-slow*")))
-    for number in range(first, first + options.rounds):
-        for name, extra in (("one", 0), ("equal", 0), ("slow", EXTRA_LAYERS)):
-            print(run(folder, f"{name}{number}", extra, options.steps), flush=True)
-    by_name = {path.name.split("-")[-1]: path.name for path in (folder / "runs").iterdir()}
-    wrong = 0
-    for limit in (5, 25):
-        equal, slow = Counter[str](), Counter[str]()
-        for number in range(first + options.rounds):
-            one, other, slower = (by_name[f"{name}{number}"] for name in ("one", "equal", "slow"))
-            equal.update(verdict(*pair, f"step_ms>+{limit}%") for pair in ((one, other), (other, one)))
-            slow[verdict(one, slower, f"step_ms>+{limit}%")] += 1
-        print(f"limit {limit} %: equal {dict(equal)}, slower {dict(slow)}", flush=True)
-        wrong += sum(count for name, count in equal.items() if name.startswith("exceeded"))
-        wrong += slow["kept"] if limit == 5 else 0
+    found: dict[str, Counter[str]] = {f"{what}, {limit} %": Counter() for limit in LIMITS for what in ("equal", "slow")}
+    for _ in range(options.trials):
+        for number in range(max(1, options.rounds)):
+            kinds = [("one", 0), ("equal", 0), ("slow", options.extra_layers)]
+            # The order turns around, as the second run of a pair may find the machine warmer.
+            ids = {name: run(folder, name, extra, options.steps) for name, extra in kinds[:: -1 if number % 2 else 1]}
+        names, how = ids, list[str]()
+        if options.rounds:
+            names, how = {name: name for name in ids}, ["--rounds", str(options.rounds)]
+        for limit in LIMITS:
+            condition = f"step_ms>+{limit}%"
+            for before, now in (("one", "equal"), ("equal", "one"), ("one", "slow")):
+                what = "slow" if now == "slow" else "equal"
+                found[f"{what}, {limit} %"][verdict(names[before], names[now], condition, *how)] += 1
+        print({name: dict(each) for name, each in found.items()}, flush=True)
+    wrong = sum(
+        count
+        for name, each in found.items()
+        for result, count in each.items()
+        if (result.startswith("exceeded") if name.startswith("equal") else name == "slow, 5 %" and result == "kept")
+    )
     raise SystemExit(min(wrong, 1))
 
 

@@ -49,6 +49,7 @@ def run(
     straggler: int | None = None,
     failed_rank: int | None = None,
     seed: int = 7,
+    started: float = BEGIN,
 ) -> Run:
     """Write a run directory.
 
@@ -64,6 +65,7 @@ def run(
         straggler: rank for which the others wait in the second half.
         failed_rank: rank that failed after the last step.
         seed: seed of the noise.
+        started: when the run says that it was started; its events begin at ``BEGIN``.
     """
     world_size = nodes * ranks_per_node
     hosts = [f"node{index:03}" for index in range(nodes)] if nodes > 1 else ["localhost"]
@@ -91,7 +93,7 @@ def run(
         )
 
     made = create(
-        name, world_size=world_size, recipe_toml=f'name = "{name}"\n', plan=plan, root=root, now=lambda: BEGIN
+        name, world_size=world_size, recipe_toml=f'name = "{name}"\n', plan=plan, root=root, now=lambda: started
     )
     write(made.dir.run_events, RunStarted(
         time=BEGIN, run=made.id, recipe=name, world_size=world_size, run_dir=str(made.dir.path)))  # fmt: skip

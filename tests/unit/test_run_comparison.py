@@ -16,14 +16,23 @@ from synthetic import BEGIN
 
 from gputrain_tui import cli
 from gputrain_tui.headless.comparison_text import comparison_lines
-from gputrain_tui.report.comparison_limits import check_limits, parse_condition
+from gputrain_tui.history.comparison import DifferingValues
+from gputrain_tui.report.comparison_in_turns import compare_in_turns, mean_interval, student_t_975
+from gputrain_tui.report.comparison_limits import check_limits, check_limits_in_turns, parse_condition
 from gputrain_tui.report.run_comparison import (
     RecordedRun,
     RunComparison,
     compare,
     incomparable,
 )
-from gputrain_tui.report.run_report import HostHardware, RankSummary, RunReport, ValidationReport, Verdict
+from gputrain_tui.report.run_report import (
+    FindingReport,
+    HostHardware,
+    RankSummary,
+    RunReport,
+    ValidationReport,
+    Verdict,
+)
 from gputrain_tui.report.step_blocks import (
     MIN_BLOCKS,
     StepBlocks,
@@ -286,3 +295,140 @@ def test_the_command_tells_by_its_exit_code(
     validate(data, msgspec.json.schema(RunComparison))
     assert data["schema_version"] == 1
     assert {key["key"]: key["values"] for key in data["recipe"]} == {"train.lr": ["0.1", "0.2"]}
+
+
+def turns(
+    *, rounds: int, slower: float, seed: int = 0, own_noise: float = 0.02
+) -> list[tuple[RecordedRun, RecordedRun]]:
+    """Return rounds on a machine that takes up to three times as long in some rounds, for both runs of it."""
+    random = Random(0)
+    pairs = []
+    for number in range(rounds):
+        machine = random.uniform(0.0, 2.0)
+        one, other = (machine + (1 + machine) * random.gauss(0, 0.02) for _ in range(2))
+        pairs.append(
+            (
+                recorded(f"a{number}", slower=one, seed=2 * number, steps=70),
+                recorded(f"b{number}", slower=other + (1 + machine) * slower, seed=2 * number + 1, steps=70),
+            )
+        )
+    return pairs
+
+
+T_975 = {2: 4.30265, 3: 3.18245, 4: 2.77645, 9: 2.26216, 29: 2.04523}
+
+
+def test_the_quantile_of_students_distribution_is_that_of_the_tables() -> None:
+    assert {freedom: student_t_975(freedom) for freedom in T_975} == pytest.approx(T_975, rel=2e-3)
+
+
+def test_about_95_of_100_intervals_of_means_hold_the_true_mean() -> None:
+    random = Random(1)
+    held = 0
+    for _ in range(2000):
+        low, high = mean_interval([random.gauss(0.1, 0.3) for _ in range(5)])
+        held += low <= 0.1 <= high
+    assert 0.935 <= held / 2000 <= 0.965
+
+
+@pytest.mark.parametrize(("slower", "result"), [(0.0, (False, True)), (0.15, (True, True)), (0.05, (False, False))])
+def test_in_turns_what_a_machine_takes_from_both_runs_is_in_no_difference(
+    slower: float, result: tuple[bool, bool]
+) -> None:
+    rounds = turns(rounds=6, slower=slower)
+    comparison = check_limits_in_turns(compare_in_turns(rounds), rounds, [parse_condition("step_ms>+5%")])
+    (limit,) = comparison.limits
+    assert (limit.exceeded, limit.decided) == result, limit.text
+    if limit.exceeded:
+        assert "most by forward" in limit.text
+    if not limit.decided:
+        assert "rounds" in limit.text
+    text = "".join(piece for piece, _ in comparison_lines(comparison)[0])
+    assert text == "b5 against a5, means of 6 rounds"
+    assert comparison.rounds[0] == ("a0", "b0")
+
+
+def test_in_turns_the_other_way_round_a_difference_has_the_other_sign() -> None:
+    rounds = turns(rounds=4, slower=0.2)
+    forth, back = (
+        {each.name: each.differences[0] for each in compare_in_turns(pairs).figures}["step_ms"]
+        for pairs in (rounds, [(other, one) for one, other in rounds])
+    )
+    assert forth.change is not None
+    assert back.change is not None
+    assert forth.interval is not None
+    assert back.interval is not None
+    assert (1 + forth.change) * (1 + back.change) == pytest.approx(1)
+    assert (1 + forth.interval[0]) * (1 + back.interval[1]) == pytest.approx(1)
+
+
+def test_in_turns_a_figure_that_a_round_lacks_is_left_out_and_what_changed_is_named() -> None:
+    rounds = turns(rounds=3, slower=0.0)
+    rounds[2] = (measured("a2", 0.9), measured("b2", 0.8))
+    values = {
+        "train.lr": ("0.1", "0.2", "0.1", "0.2", "0.1", "0.2"),
+        "train.seed": ("1", "1", "2", "2", "3", "3"),
+        "train.momentum": ("0", "0", "0", "0", "0", "0.9"),
+    }
+    recipe = [DifferingValues(key=key, values=each) for key, each in values.items()]
+    comparison = compare_in_turns(rounds, recipe=recipe)
+    assert "metric:recall@5" not in {each.name for each in comparison.figures}
+    assert {each.key: each.values for each in comparison.recipe} == {
+        "train.lr": ("0.1", "0.2"),
+        "train.momentum": ("0", "0.9"),
+    }
+    assert comparison.incomparable == ("train.momentum is not the same in all rounds",)
+
+
+def test_in_turns_a_finding_counts_that_is_new_in_most_rounds() -> None:
+    late = FindingReport(kind="straggler", severity="warning", message="rank 1 is late", time=BEGIN)
+    rounds = turns(rounds=3, slower=0.0)
+    for number, new in enumerate((True, True, False)):
+        one, other = rounds[number]
+        found = (late,) if new else ()
+        rounds[number] = (one, dataclasses.replace(other, report=replace(other.report, findings=found)))
+    condition = parse_condition("finding:straggler")
+    (limit,) = check_limits_in_turns(compare_in_turns(rounds), rounds, [condition]).limits
+    assert (limit.exceeded, limit.text) == (True, "rank 1 is late (in 2 of 3 rounds)")
+    rounds[0] = (rounds[0][1], rounds[0][1])
+    (limit,) = check_limits_in_turns(compare_in_turns(rounds), rounds, [condition]).limits
+    assert limit.exceeded is False
+
+
+def test_the_command_compares_rounds_of_two_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))
+    runs = tmp_path / "runs"
+    for number, name in enumerate(["base", "change", "change", "base", "base", "change"]):
+        late = 1 if name == "change" else None
+        synthetic.run(runs, name=name, status="finished", straggler=late, seed=number, started=BEGIN + 60 * number)
+    limit = ("--rounds", "3", "--fail-on", "step_ms>+5%")
+    assert cli.main(["compare", "base", "change", *limit]) == 1
+    out, err = capsys.readouterr()
+    assert "means of 3 rounds" in out
+    assert "exceeds step_ms>+5%" in err
+    assert "most by data" in err
+    assert cli.main(["compare", "change", "base", *limit]) == 0
+    capsys.readouterr()
+    assert cli.main(["compare", "base", "change", *limit, "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    validate(data, msgspec.json.schema(RunComparison))
+    assert [len(each) for each in data["rounds"]] == [2, 2, 2]
+    refused = {
+        ("base", "change", "--rounds", "2"): "N is 3 or more, with two names of recipes",
+        ("base", "--rounds", "3"): "name two runs or more",
+        ("base", "change", "--rounds", "4"): "the recipe 'base' has 3 runs",
+        ("base", "chang", "--rounds", "3"): "the recipe 'chang' has 0 runs; did you mean 'change'?",
+        ("base", "base", "--rounds", "3"): "name two recipes",
+    }
+    for words, message in refused.items():
+        assert cli.main(["compare", *words]) == 2
+        err = capsys.readouterr().err
+        assert message in err
+        assert err.count("\n") == 1
+    synthetic.run(runs, name="change", status="finished", started=BEGIN + 999)
+    synthetic.run(runs, name="base", status="finished", started=BEGIN + 1999)
+    synthetic.run(runs, name="base", status="finished", started=BEGIN + 2999)
+    assert cli.main(["compare", "base", "change", "--rounds", "3"]) == 2
+    assert "follow each other; make the runs in turns" in capsys.readouterr().err

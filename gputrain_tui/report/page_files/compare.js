@@ -69,7 +69,8 @@ function show(data) {
   WIDTH = Math.max(260, Math.min(640, document.documentElement.clientWidth - 54)); // texts keep their shape
   const { comparison } = data, [first, ...others] = comparison.runs;
   const legend = data.runs.map((run, index) => make("span", { class: "legend" }, make("span", { class: `square run${index % COLOURS}` }), `${run.id}, ${run.state}`));
-  const main = make("main", {}, make("h1", {}, `${others.join(", ")} against ${first}`), make("p", {}, ...legend));
+  const rounds = comparison.rounds.length ? `, means of ${comparison.rounds.length} rounds` : "";
+  const main = make("main", {}, make("h1", {}, `${others.join(", ")} against ${first}${rounds}`), make("p", {}, ...legend));
   for (const text of comparison.incomparable) main.append(make("p", { class: "alarm" }, "not comparable: " + text));
   comparison.limits.forEach((limit, at) => main.append(
     make("p", { class: limit.exceeded === false ? "verdict" : "verdict bad" }, make("strong", {}, `${data.results[at]}  ${limit.condition}`), `${limit.run}: ${limit.text}`)));
