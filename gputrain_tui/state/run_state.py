@@ -15,7 +15,7 @@ from gputrain_tui.state.newest_metrics import NewestMetrics
 from gputrain_tui.state.rank_state import RankView, rank_outcome
 from gputrain_tui.state.record_gaps import RECORD_ADVICE
 from gputrain_tui.state.share_changes import ShareChanges
-from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness, synchronised
+from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness, latest, synchronised
 from gputrain_tui.state.world import divided, is_of_former, still_standing
 from trainer.contract import record
 from trainer.contract.outcome import RECORD_END_MISSING, RESTARTED, root_cause
@@ -94,7 +94,7 @@ class RunState:
             record.Unheard: lambda event: setattr(self.rank(event.rank), "unheard", frozenset(event.ranks)),
             record.TrainingPlan: self._training_plan,
             record.ShareChange: lambda event: self.shares.add(event, self.ranks),
-            record.ModelFlops: self._count_flops,
+            record.ModelFlops: lambda event: setattr(self.rank(event.rank or 0), "flops", event),
             record.Step: self._step,
             DownsampledBlock: self._step,
             record.Doing: self._doing,
@@ -190,12 +190,12 @@ class RunState:
         return max(total - self.step, 0) / pace
 
     @property
-    def loss_unit(self) -> str:
-        return self.plan.loss_unit if self.plan is not None else ""
-
-    @property
     def updates_per_s(self) -> float | None:
         return self._pace.updates_per_s
+
+    @property
+    def loss_unit(self) -> str:
+        return self.plan.loss_unit if self.plan is not None else ""
 
     @property
     def joined(self) -> list[int]:
@@ -244,12 +244,7 @@ class RunState:
 
     def latest(self) -> tuple[int, float] | None:
         """Return the rank that the others wait for most, the straggler where one is found, and its lateness in ms."""
-        late = self.lateness()
-        if len(late) < 2:
-            return None
-        stragglers = [rank for kind, rank in self.findings if kind == "straggler" and rank in late]
-        rank = max(stragglers or late, key=lambda r: (late[r], -r))
-        return rank, late[rank]
+        return latest(self.lateness(), self.findings)
 
     @property
     def bus_bytes_per_s(self) -> float | None:
@@ -277,7 +272,8 @@ class RunState:
     def _step(self, event: record.Step) -> None:
         view = self.ranks.get(event.rank) or self.rank(event.rank)
         if self._history:
-            self._leave_stage(view, event.time)
+            self._record_stay(view, event.time)
+            view.entered = event.time
         if view.first_step_time is None:
             view.first_step_time = event.time
             self.joining = None
@@ -318,10 +314,6 @@ class RunState:
         if event.part == "group":
             view.entered = event.time
         view.doing = event
-
-    def _leave_stage(self, view: RankView, time: float) -> None:
-        self._record_stay(view, time)
-        view.entered = time
 
     def _record_stay(self, view: RankView, until: float) -> None:
         if view.entered is not None and until - view.entered > self.longest_stay_s.get(view.stage, -1.0):
@@ -365,19 +357,16 @@ class RunState:
                 view.restart()
                 self.desync.drop_rank(view.rank)
                 self._pace.reset()
-        if event.state in ("spawned", "failed"):
-            view.entered = event.time  # the stay before was interrupted, so it is not recorded
-        elif event.state != view.state:
-            self._leave_stage(view, event.time)
+        if event.state != view.state and event.state not in ("spawned", "failed"):  # those interrupt a stay
+            self._record_stay(view, event.time)
+        if event.state != view.state or event.state in ("spawned", "failed"):
+            view.entered = event.time
         view.enter(event)
         self._update_outcome(view)
 
     def _training_plan(self, event: record.TrainingPlan) -> None:
         self.plan = event
         self.max_updates, self.max_epochs = event.max_updates, event.max_epochs
-
-    def _count_flops(self, event: record.ModelFlops) -> None:
-        self.rank(event.rank or 0).flops = event
 
     def _node_sample(self, event: record.NodeSample) -> None:
         if is_of_former(event, self.former):

@@ -5,7 +5,7 @@ Each wait is measured by one clock, so that clocks need not agree.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import nan
 
 from gputrain_tui.state.process_groups import connected
@@ -55,6 +55,18 @@ def lateness(
         if finding.kind == "straggler" and finding.rank in late and "followers" in finding.evidence:
             late[finding.rank] = max(late[finding.rank], finding.evidence["forward_wait_ms"])
     return late
+
+
+def latest(late: Mapping[int, float], findings: Iterable[tuple[str, int | None]]) -> tuple[int, float] | None:
+    """Return the rank that the others wait for most, the straggler where one is found, and its lateness in ms.
+
+    ``late``: lateness by rank; ``findings``: kinds and ranks of the findings that stand. None for fewer than two ranks.
+    """
+    if len(late) < 2:
+        return None
+    stragglers = [rank for kind, rank in findings if kind == "straggler" and rank is not None and rank in late]
+    rank = max(stragglers or late, key=lambda r: (late[r], -r))
+    return rank, late[rank]
 
 
 def synchronised(views: Collection[RankView]) -> list[frozenset[int]]:

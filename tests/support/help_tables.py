@@ -24,7 +24,7 @@ from gputrain_tui.recipe.model import ClusterOptions, NodeOptions, ReportOptions
 from trainer.contract import errors
 from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 from trainer.contract.errors import ExitCode
-from trainer.contract.record import AnyEvent, collective_groups, events, machine_samples
+from trainer.contract.record import AnyEvent, code_stacks, collective_groups, events, machine_samples
 from trainer.contract.schema import Option, describe
 
 SCHEMA = FOLDER.parent / "recipe" / "recipe.schema.json"
@@ -130,7 +130,7 @@ def prose(text: str) -> str:
 
 def event_tables() -> str:
     """Return the events, each with its fields."""
-    docs = field_docs(events) | field_docs(collective_groups) | field_docs(machine_samples)
+    docs = field_docs(events) | field_docs(code_stacks) | field_docs(collective_groups) | field_docs(machine_samples)
     titles: dict[type[Any], str] = {
         machine_samples.RankSample: "`ranks` of `node_sample`",
         machine_samples.GpuSample: "`gpus` of it",

@@ -12,6 +12,7 @@ from trainer.contract.record.checkpoints import (
 from trainer.contract.record.code_stacks import (
     CodeFrame as CodeFrame,
     Collective as Collective,
+    RankStacks as RankStacks,
     ThreadStack as ThreadStack,
 )
 from trainer.contract.record.collective_groups import (
@@ -35,7 +36,6 @@ from trainer.contract.record.events import (
     ModelFlops as ModelFlops,
     NoiseScale as NoiseScale,
     Queued as Queued,
-    RankStacks as RankStacks,
     RankState as RankState,
     RankStateName as RankStateName,
     RunEnded as RunEnded,

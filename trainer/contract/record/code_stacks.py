@@ -1,14 +1,11 @@
-"""What an answer to a request for stacks is made of: calls, threads and collectives."""
+"""The answer to a request for stacks, and what it is made of: calls, threads and collectives."""
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import msgspec
-from msgspec import Meta
 
-WholeNumber = Annotated[int, Meta(ge=0, le=1 << 53)]
-"""As ``Count`` of the events, which import this module."""
+from trainer.contract.record.events import Event
+from trainer.contract.record.numbers import Count, Rank
 
 
 class CodeFrame(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -16,7 +13,7 @@ class CodeFrame(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     file: str
     """Path; below the working folder it is relative."""
-    line: WholeNumber
+    line: Count
     function: str
     user: bool = False
     """Whether it is code of the user, not of Python, of an installed package or of these packages."""
@@ -35,7 +32,7 @@ class Collective(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     name: str
     """Such as ``all_reduce``."""
-    number: WholeNumber
+    number: Count
     """Sequence number in its process group, from 1; equal on all ranks for the same operation."""
     state: str
     """``complete``, ``started`` on the GPU, or ``scheduled``."""
@@ -49,3 +46,23 @@ class Collective(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """Name, number and sizes, such as ``all_reduce 3 of [4, 1000]``."""
         sizes = " ".join(map(str, self.sizes))
         return f"{self.name} {self.number}" + (f" of {sizes}" if sizes else "")
+
+
+class RankStacks(Event, kw_only=True, tag="rank_stacks"):
+    """Answer to a request for the Python stacks of a rank."""
+
+    rank: Rank
+    host: str | None = None
+    request: str
+    """The request that is answered."""
+    pid: Count | None = None
+    threads: list[ThreadStack] = []  # noqa: RUF012 - msgspec copies it
+    """The main thread first; empty if the rank did not answer."""
+    problem: str = ""
+    """Why there is no stack, or what its process was found to be, in a few words."""
+    collectives: list[Collective] = []  # noqa: RUF012 - likewise
+    """Its last collectives, the oldest first; empty if torch has recorded none."""
+    native: list[ThreadStack] = []  # noqa: RUF012 - likewise
+    """The stacks with their native frames, in a second answer to a request for these."""
+    native_problem: str = ""
+    """Why there are none, in that answer."""

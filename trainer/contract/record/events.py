@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from trainer.contract.record.code_stacks import Collective, ThreadStack
 from trainer.contract.record.collective_groups import CollectiveCall, GroupSync
 from trainer.contract.record.numbers import (
     Count,
@@ -392,26 +391,6 @@ class Finding(Event, kw_only=True, tag="finding"):
     def __post_init__(self) -> None:
         """Leave out evidence that is not finite, which says nothing, and must not hide the finding."""
         self.evidence = {name: number for name, number in self.evidence.items() if isfinite(or_nan(number))}
-
-
-class RankStacks(Event, kw_only=True, tag="rank_stacks"):
-    """Answer to a request for the Python stacks of a rank."""
-
-    rank: Rank
-    host: str | None = None
-    request: str
-    """The request that is answered."""
-    pid: Count | None = None
-    threads: list[ThreadStack] = []
-    """The main thread first; empty if the rank did not answer."""
-    problem: str = ""
-    """Why there is no stack, or what its process was found to be, in a few words."""
-    collectives: list[Collective] = []
-    """Its last collectives, the oldest first; empty if torch has recorded none."""
-    native: list[ThreadStack] = []
-    """The stacks with their native frames, in a second answer to a request for these."""
-    native_problem: str = ""
-    """Why there are none, in that answer."""
 
 
 class Failure(Event, kw_only=True, tag="failure"):

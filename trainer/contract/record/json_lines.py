@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from trainer.contract.record.code_stacks import RankStacks
 from trainer.contract.record.events import (
     Checkpoint,
     Checksum,
@@ -21,7 +22,6 @@ from trainer.contract.record.events import (
     ModelFlops,
     NoiseScale,
     Queued,
-    RankStacks,
     RankState,
     RunEnded,
     RunStarted,

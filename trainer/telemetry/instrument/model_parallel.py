@@ -1,4 +1,4 @@
-"""Ranks that train on the same batches as another one, because they hold parts of the same layers."""
+"""What models that are wrapped or divided tell: whether they train, and which ranks train on the same batches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Set
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 
@@ -52,3 +55,11 @@ def _repeats(optimizer: Optimizer, data_dimensions: Set[str]) -> bool:
                 if name not in data_dimensions and index and not placement.is_replicate():
                     return True
     return False
+
+
+def is_training(model: nn.Module) -> bool:
+    """Return whether a forward pass of this model belongs to a training step."""
+    inner: nn.Module = model
+    if isinstance(model, DistributedDataParallel):
+        inner = model.module  # Lightning sets only the flag of the inner model back after an evaluation
+    return getattr(inner, "_fsdp_wrapped_module", inner).training and torch.is_grad_enabled()

@@ -23,7 +23,7 @@ from trainer.telemetry.comm_hook import CommHook
 from trainer.telemetry.instrument.closures import with_closure
 from trainer.telemetry.instrument.fetched_batches import BatchSize, FetchedBatches, plus, size_of
 from trainer.telemetry.instrument.followed_models import FollowedModels
-from trainer.telemetry.instrument.model_parallel import ModelParallelism
+from trainer.telemetry.instrument.model_parallel import ModelParallelism, is_training
 from trainer.telemetry.instrument.not_measured import not_measured, what_is_missing
 from trainer.telemetry.instrument.optimizer_cycle import OptimizerCycle
 from trainer.telemetry.instrument.outermost_calls import OutermostCalls
@@ -153,10 +153,8 @@ class Recording:
     def await_compiler(self) -> None:
         if self.on and self._tracker is None:
             self._open_record()
-            self._writer.before_each_write(CompilationReport(self._writer, self._rank, self._awaits_step).check)
-
-    def _awaits_step(self) -> bool:
-        return self.on and self._tracker is None
+            report = CompilationReport(self._writer, self._rank, lambda: self.on and self._tracker is None)
+            self._writer.before_each_write(report.check)
 
     def fail(self, error: Exception) -> None:
         if self.on:
@@ -185,7 +183,7 @@ class Recording:
         """Begin the forward pass of a wrapped model; ``device``: where it computes, if not where its parameters are."""
         if self._in_backward:
             return  # activation checkpointing
-        if not _trains(model):
+        if not is_training(model):
             if self._tracker is not None:
                 self._tracker.mark_evaluation()
             return
@@ -211,7 +209,7 @@ class Recording:
     @_guarded
     def end_forward(self, model: nn.Module, output: Any) -> None:
         tracker = self._tracker
-        if tracker is None or tracker.open_phase != "forward" or self._in_backward or not _trains(model):
+        if tracker is None or tracker.open_phase != "forward" or self._in_backward or not is_training(model):
             return
         # The loss may be computed next, which is the same phase.
         tracker.mark("forward", then="forward")
@@ -446,13 +444,6 @@ class Recording:
         self._losses.clear()
         self._batches.size = (0, None)
         self._misses_calls = False
-
-
-def _trains(model: nn.Module) -> bool:
-    inner: nn.Module = model
-    if isinstance(model, DistributedDataParallel):
-        inner = model.module  # Lightning sets only the flag of the inner model back after an evaluation
-    return getattr(inner, "_fsdp_wrapped_module", inner).training and torch.is_grad_enabled()
 
 
 def _print_line(line: str) -> None:
