@@ -335,7 +335,8 @@ def _log_names(run: Run) -> list[str]:
 def _run_table(server: PageServer) -> str:
     rows = []
     now = time.time()
-    listed = [*server.named.values(), *islice(newest_runs(), RECENT_RUNS)]
+    others = (run for run in newest_runs() if run.id not in server.named)
+    listed = [*server.named.values(), *islice(others, RECENT_RUNS)]
     for run in listed:
         if isinstance(run, UnreadableRun):
             entry = summarize_unreadable(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from msgspec.structs import replace
 from test_diagnosis import SimulatedRun, Slow, balanced, late
 
 from gputrain_tui.console.widgets.findings import finding_entries
+from gputrain_tui.diagnosis import HISTORY
 from gputrain_tui.diagnosis.roll_up import roll_up
 from gputrain_tui.headless.closing_report import status_line
 from gputrain_tui.headless.report_text import report_lines
@@ -24,51 +26,83 @@ from gputrain_tui.report.run_charts import run_charts
 from gputrain_tui.report.run_comparison import RecordedRun, compare
 from gputrain_tui.report.run_report import run_report
 from gputrain_tui.report.step_blocks import StepBlocks
+from gputrain_tui.state import RunState
 from gputrain_tui.state.finding_text import marking
-from trainer.contract.record import Step
+from trainer.contract.record import AnyEvent, Finding, NodeSample, RankSample, RankState, Step
+from trainer.contract.record.downsampled import DownsampledBlock
 
 RANKS = 4
+Simulate = Callable[[SimulatedRun], object]
 
 
-class RecordingRun(SimulatedRun):
-    """A run whose steps are kept."""
+class KeepingState(RunState):
+    """A state that keeps its events."""
 
-    recorded: list[Step]
+    def __init__(self, **named: int) -> None:
+        super().__init__(**named)
+        self.applied: list[AnyEvent | DownsampledBlock] = []
 
-    def one_step(self, slow: Slow, loss: float | None) -> list[Step]:
-        events = super().one_step(slow, loss)
-        self.recorded += events
-        return events
+    def apply(self, event: AnyEvent | DownsampledBlock) -> None:
+        super().apply(event)
+        self.applied.append(event)
 
 
-def recorded(folder: Path, slow: Slow, *, wire_ms: float) -> Run:
+def recorded(folder: Path, simulate: Simulate, *, wire_ms: float) -> Run:
     """Return a run that is over, with the record and the status that its ranks and its supervisor wrote."""
-    simulated = RecordingRun(RANKS, wire_ms=wire_ms)
-    simulated.recorded = []
-    found = simulated.steps(120, slow)
+    simulated = SimulatedRun(RANKS, wire_ms=wire_ms)
+    hosts = [(view.node, view.host) for view in simulated.state.ranks.values()]
+    simulated.state = state = KeepingState(world_size=RANKS, history=HISTORY)
+    for rank, (node, host) in enumerate(hosts):
+        state.apply(RankState(time=simulated.now, rank=rank, state="training", node=node, host=host, device="cpu"))
+    simulate(simulated)
     run = synthetic.run(folder, ranks_per_node=RANKS, steps=0, status="finished")
-    for event in simulated.recorded:
-        synthetic.write(run.dir.rank_events(event.rank), event)
-    synthetic.write(run.dir.run_events, *found)
+    for event in state.applied:
+        if isinstance(event, Step):
+            synthetic.write(run.dir.rank_events(event.rank), event)
+        elif isinstance(event, NodeSample):
+            synthetic.write(run.dir.node_events(event.node), event)
+        elif isinstance(event, Finding):
+            synthetic.write(run.dir.run_events, event)
     run.status.findings = marking(roll_up(simulated.state.findings.values(), simulated.state.ranks))
     write_status(run.dir, run.status)
     return run
 
 
-SCENES: dict[str, tuple[Slow, float, tuple[str, int | None, str | None]]] = {
+def steps(slow: Slow) -> Simulate:
+    return lambda run: run.steps(120, slow)
+
+
+def drifting(step: int, rank: int) -> dict[str, float]:
+    """Rank 2 takes longer from step to step."""
+    return {"backward": 0.5 * step} if rank == 2 else {}
+
+
+def growing(run: SimulatedRun) -> None:
+    """Rank 2's process takes 50 MiB more each second, of 16 GiB that its host has left."""
+    for second in range(40):
+        run.steps(3, lambda _step, _rank: {"forward": 300.0})
+        used = (4 << 30) + second * (50 << 20)
+        ranks = [RankSample(rank=2, rss_bytes=used)]
+        memory = {"memory_used_bytes": used + (20 << 30), "memory_total_bytes": 40 << 30}
+        run.state.apply(NodeSample(time=run.now, node=1, host="node1", ranks=ranks, **memory))
+
+
+SCENES: dict[str, tuple[Simulate, float, tuple[str, int | None, str | None]]] = {
     **{
-        part: (late(2, **{part: 30.0}), 3.0, ("straggler", 2, part))
+        part: (steps(late(2, **{part: 30.0})), 3.0, ("straggler", 2, part))
         for part in ("data", "h2d", "forward", "backward", "optimizer")
     },
-    "data of all ranks": (lambda _step, _rank: {"data": 60.0}, 3.0, ("input_bound", None, "data")),
-    "the network": (balanced, 120.0, ("communication_bound", None, "communication")),
+    "drift": (steps(drifting), 3.0, ("straggler", 2, "backward")),
+    "data of all ranks": (steps(lambda _step, _rank: {"data": 60.0}), 3.0, ("input_bound", None, "data")),
+    "the network": (steps(balanced), 120.0, ("communication_bound", None, "communication")),
+    "memory": (growing, 3.0, ("memory_creep", 2, "process")),
 }
 
 
 @pytest.mark.parametrize("scene", SCENES)
 def test_all_faces_name_the_same_rank_and_cause(scene: str, tmp_path: Path) -> None:
-    slow, wire_ms, (kind, rank, cause) = SCENES[scene]
-    run = recorded(tmp_path / "runs", slow, wire_ms=wire_ms)
+    simulate, wire_ms, (kind, rank, cause) = SCENES[scene]
+    run = recorded(tmp_path / "runs", simulate, wire_ms=wire_ms)
     blocks = StepBlocks()
     live = read_run_record(run, on_step=blocks.apply)
     report = run_report(live.state, run_facts(live))
