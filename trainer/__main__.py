@@ -162,6 +162,7 @@ def _check_training(arguments: Sequence[str]) -> TrainingSpec:
     from trainer.contract.builtin_tasks import check_data, options_schema
     from trainer.contract.fairseq_flags import remove_fairseq_flags
     from trainer.contract.option_rules import require_consistent, require_end
+    from trainer.contract.task_files import require_optimizer
 
     training, remaining = _read(Training, arguments)
     schema = options_schema(training.task)
@@ -179,6 +180,7 @@ def _check_training(arguments: Sequence[str]) -> TrainingSpec:
         spec = TrainingSpec(training=training, task_options=task_options, notes=tuple(notes))
     require_consistent(training, spec.task_options)
     require_end(training, spec.task_options)
+    require_optimizer(training)
     check_data(spec.task_options)
     return spec
 

@@ -93,6 +93,8 @@ def _inputs(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNode])
         yield facts.data or ok("data", "all of it can be read")
     elif script is None:
         yield CheckResult(status="note", check="data", what="not checked: the task's own code reads it")
+    if facts.optimizer is not None:
+        yield facts.optimizer
     start = start_option(recipe.train)
     if start and nodes[0].node == 0:  # rank 0 reads it for all
         exists = ok(START_CHECKS[start], f"{getattr(recipe.train, start)} exists", key=f"train.{start}")

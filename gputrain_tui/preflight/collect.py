@@ -28,6 +28,7 @@ from trainer.contract.errors import RequestError
 from trainer.contract.option_rules import start_option
 from trainer.contract.record.checkpoints import LOCK, foreign_run
 from trainer.contract.rendezvous_url import parse_rendezvous_url
+from trainer.contract.task_files import require_optimizer
 from trainer.host import resource_limits
 from trainer.host.cores import usable_cpus
 from trainer.host.memory import read_usable_memory
@@ -56,6 +57,7 @@ def collect_facts(
     return PreflightFacts(
         data=_data(recipe),
         data_checked=recipe.train.task in BUILT_IN,
+        optimizer=_missing_optimizer(recipe),
         script=_script(recipe),
         report=_missing_sink(recipe),
         resume=_start_file(recipe) if first else None,
@@ -141,6 +143,15 @@ def _script(recipe: Recipe) -> CheckResult | None:
 def _unreadable(check: str, key: str, path: Path, failure: OSError) -> CheckResult:
     what = f"{path} cannot be read: {failure.strerror}"
     return error(check, what, "check its path and permissions", key=key)
+
+
+def _missing_optimizer(recipe: Recipe) -> CheckResult | None:
+    try:
+        require_optimizer(recipe.train)
+    except RequestError as missing:
+        what, _, install = str(missing).rpartition(": ")
+        return error("optimizer", what, install, key="train.optimizer")
+    return None
 
 
 def _missing_sink(recipe: Recipe) -> CheckResult | None:

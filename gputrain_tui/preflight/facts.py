@@ -27,6 +27,8 @@ class PreflightFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The task's data, if it cannot be read."""
     data_checked: bool = False
     """Whether the data was checked: only the ranks of a user's own task can read its data."""
+    optimizer: CheckResult | None = None
+    """The package of the optimizer, if it is not installed."""
     script: CheckResult | None = None
     report: CheckResult | None = None
     """The package of a live sink, if it is not installed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,14 @@ CONTRADICTIONS: dict[str, Values] = {
         "drop_last": True,
     },
     "--shares-from repeats the shares of --batch-size balanced: give that, or leave it out": {"shares_from": "run"},
+    "--ema-decay averages the weights, as --optimizer schedulefree_adamw does itself": {
+        "optimizer": "schedulefree_adamw",
+        "ema_decay": 0.9,
+    },
+    "--adam-betas begins with 0, by which --optimizer schedulefree_adamw divides": {
+        "optimizer": "schedulefree_adamw",
+        "adam_betas": (0.0, 0.9),
+    },
     "--ema-start needs --ema-decay, the decay of the average that begins there": {"ema_start": 5},
     "--lr-scheduler is wsd, which needs --decay-updates, the optimizer steps of its decay": {"lr_scheduler": "wsd"},
     "--decay-updates is of --lr-scheduler wsd, and that is fixed: leave one of them out": {"decay_updates": 3},
@@ -241,6 +250,16 @@ def test_a_batch_size_per_rank_is_compared_with_the_ranks_before_they_start(caps
     options = ["--task", "lm", "--data", "stdlib", "--max-updates", "1", "--batch-size", "1,2,3"]
     assert main([*options, "--cpu", "--distributed-world-size", "2"], {}) == ExitCode.BAD_REQUEST
     assert "--batch-size has 3 values, but there are 2 ranks; give one, or one per rank" in capsys.readouterr().err
+
+
+def test_an_optimizer_whose_package_is_not_installed_is_refused_with_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "schedulefree", None)
+    words = ["--task", "lm", "--data", "stdlib", "--max-updates", "1", "--cpu", "--optimizer", "schedulefree_adamw"]
+    assert main(words, {}) == ExitCode.REFUSED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("optimizer schedulefree_adamw needs the package schedulefree: pip install schedulefree")
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,13 @@ SAVING = recipe(train=f'{TRAIN}\nsave_dir = "/keep"')
             "gone",
         ),
         (
+            PreflightFacts(optimizer=error("optimizer", "no package", "pip install it", key="train.optimizer")),
+            None,
+            "error",
+            "train.optimizer",
+            "no package",
+        ),
+        (
             PreflightFacts(port=Port(number=22, state="busy", holder="sshd (pid 1)")),
             recipe(cluster="port = 22"),
             "error",

@@ -145,8 +145,8 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
         (MNIST.replace("64", "[64, 0]"), "r.toml:14: train.batch_size is [64, 0], but must be "),
         (
             MNIST.replace('"adadelta"', '"adadlta"'),
-            "r.toml:16: train.optimizer is 'adadlta', but must be one of adadelta, adagrad, adam, adamw, muon, sgd; "
-            "did you mean 'adadelta'?",
+            "r.toml:16: train.optimizer is 'adadlta', but must be one of adadelta, adagrad, adam, adamw, muon, "
+            "schedulefree_adamw, sgd; did you mean 'adadelta'?",
         ),
         (MNIST.replace("data =", "dta ="), "r.toml:21: task.dta is not known; did you mean 'data'?"),
         (BASE.replace('data = "d"', ""), "r.toml:3: task.data is missing: folder of MNIST's four IDX files"),

@@ -198,8 +198,8 @@ def test_values_are_read_as_a_person_writes_them(schema: type[Any], name: str, v
             Training,
             "optimizer",
             "adamm",
-            "--optimizer is 'adamm', but must be one of adadelta, adagrad, adam, adamw, muon, sgd; "
-            "did you mean 'adam'?",
+            "--optimizer is 'adamm', but must be one of adadelta, adagrad, adam, adamw, muon, schedulefree_adamw, "
+            "sgd; did you mean 'adam'?",
         ),
         (Training, "batchsize", 3, "--batchsize is not known; did you mean 'batch_size'?"),
         (Training, "zzz", 3, "--zzz is not known"),

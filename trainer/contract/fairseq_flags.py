@@ -16,11 +16,12 @@ OPTIMIZER_CLASSES = {
     "AdamW": "adamw",
     "Adadelta": "adadelta",
     "Adagrad": "adagrad",
+    "AdamWScheduleFree": "schedulefree_adamw",
     # HetSeq's classes; its Adam decays weights apart from the gradient, as adamw does.
     "_Adam": "adamw",
     "_Adadelta": "adadelta",
 }
-"""Class name of an optimizer in torch, PyText or HetSeq → choice of ``--optimizer``."""
+"""Class name of an optimizer in torch, schedulefree, PyText or HetSeq → choice of ``--optimizer``."""
 SCHEDULE_CLASSES = {
     "PolynomialDecayScheduler": "polynomial_decay",
     "PolynomialDecaySchedule": "polynomial_decay",

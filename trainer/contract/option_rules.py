@@ -243,6 +243,13 @@ def _of_optimizer(options: Training, named: Named) -> Iterator[tuple[str, str]]:
             f"has {len(options.lr)} values, one per epoch, but {named('lr_scheduler')} {schedule} computes all from "
             f"one: give one, or {named('lr_scheduler')} fixed",
         )
+    if options.optimizer == "schedulefree_adamw" and options.ema_decay:
+        yield (
+            "ema_decay",
+            f"averages the weights, as {named('optimizer')} {options.optimizer} does itself: leave it out",
+        )
+    if options.optimizer == "schedulefree_adamw" and not options.adam_betas[0]:
+        yield ("adam_betas", f"begins with 0, by which {named('optimizer')} {options.optimizer} divides: give more")
     if options.ema_start and not options.ema_decay:
         yield ("ema_start", f"needs {named('ema_decay')}, the decay of the average that begins there")
     if schedule == "wsd" and not options.decay_updates:

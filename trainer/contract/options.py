@@ -168,7 +168,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     patience: Annotated[int, _duration("stop after this many validations without improvement; 0: never", ge=0)] = 0
 
     optimizer: Annotated[
-        Literal["sgd", "adam", "adamw", "adadelta", "adagrad", "muon"],
+        Literal["sgd", "adam", "adamw", "adadelta", "adagrad", "muon", "schedulefree_adamw"],
         _optimizer("optimizer; muon: for matrices, and adamw for the rest", spellings=OPTIMIZER_CLASSES),
     ] = "adamw"
     lr: Annotated[
@@ -185,7 +185,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     nesterov: Annotated[bool, _optimizer("Nesterov momentum of sgd")] = False
     adam_betas: Annotated[
         tuple[Annotated[float, Meta(ge=0, lt=1)], ...],
-        _optimizer("decay rates of the two moments of adam, adamw and muon's adamw", min_length=2, max_length=2),
+        _optimizer("decay rates of the two moments of adam, of all adamw", min_length=2, max_length=2),
     ] = (0.9, 0.999)
     adam_eps: Annotated[float, _optimizer("added to the denominator of adam, adamw and adagrad", gt=0)] = 1e-8
     muon_momentum: Annotated[float, _optimizer("momentum of muon", ge=0, lt=1)] = 0.95

@@ -16,6 +16,7 @@ import msgspec
 
 from trainer.contract.errors import MachineNotReadyError, RequestError, nearest, quoted
 from trainer.contract.home_folder import expand_home
+from trainer.contract.options import Training
 
 TEXT_NAMES = ("sentence", "text", "utterance", "review", "phrase")
 """Usual names of the column of the sentences."""
@@ -43,6 +44,12 @@ def require_package(name: str, *, needed_by: str, install: str) -> None:
 def require_tokenizers(needed_by: str) -> None:
     """Raise MachineNotReadyError if the package ``tokenizers`` is not installed here."""
     require_package("tokenizers", needed_by=needed_by, install="'gputrain[tokenizers]'")
+
+
+def require_optimizer(options: Training) -> None:
+    """Raise MachineNotReadyError if the package of the optimizer that trains is not installed here."""
+    if options.optimizer == "schedulefree_adamw" and not options.eval_only:
+        require_package("schedulefree", needed_by=f"optimizer {options.optimizer}", install="schedulefree")
 
 
 def require_file(name: str) -> Path:

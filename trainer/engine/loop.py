@@ -36,7 +36,7 @@ from trainer.engine.ddp_model import (
     share_buffers,
     trainable,
 )
-from trainer.engine.ema import WeightAverage
+from trainer.engine.ema import weight_average
 from trainer.engine.end_conditions import StepTimes, TrainingOutcome, end_reached
 from trainer.engine.item_count import ItemCount
 from trainer.engine.loss_check import check_loss
@@ -71,14 +71,14 @@ class Loop:
         self.parameters = trainable(self.raw_model)
         self.autocast = autocast(options, ctx.device)
         metrics = check_loss(task, self.raw_model, self.data.loss_check, ctx, autocast=self.autocast)
-        self.average = WeightAverage(self.raw_model, decay=options.ema_decay, start=options.ema_start)
+        self.optimizer = training_optimizer(task, self.raw_model, options)
+        self.average = weight_average(self.raw_model, self.optimizer, options)
         self._validation = Validator(
             task, options, ctx, self.data, self.strategy, self.average, self.autocast, metrics=metrics
         )
         self.best = self._validation.best
         seed_all(mix_seed(options.seed, ctx.rank))  # dropout differs between ranks, and is reproducible
 
-        self.optimizer = training_optimizer(task, self.raw_model, options)
         require_equal_products(self.optimizer, ctx)
         held = [each for group in self.optimizer.param_groups for each in group["params"]]
         self._differentiated = list(dict.fromkeys([*self.parameters, *held]))

@@ -23,6 +23,9 @@ from trainer.engine.muon import MuonWithAdamW
 from trainer.engine.parameter_groups import parameter_groups
 from trainer.tasks.task import Task
 
+RUNNING = ("k", "weight_sum", "lr_max", "scheduled_lr")
+"""What the optimizers of the package schedulefree count in their groups, beside settings."""
+
 
 def training_optimizer(task: Task, model: nn.Module, options: Training) -> Optimizer:
     """Return the task's own optimizer, or else that of the options."""
@@ -67,8 +70,8 @@ def build_optimizer(
 ) -> Optimizer:
     """Return the optimizer that the options name.
 
-    Weight decay is what torch's class of that name does: added to the gradient (L2) in sgd, adam, adadelta and adagrad,
-    apart from it in adamw and muon. Groups of parameters may have another one, see ``parameter_groups``.
+    Weight decay is what the class of that name does: added to the gradient (L2) in sgd, adam, adadelta and adagrad,
+    apart from it in the others. Groups of parameters may have another one, see ``parameter_groups``.
     """
     trained: list[Any] = list(params)
     if not trained:
@@ -89,6 +92,13 @@ def build_optimizer(
             return MuonWithAdamW(
                 trained, momentum=options.muon_momentum, betas=(beta1, beta2), eps=options.adam_eps, fused=fused
             )
+        case "schedulefree_adamw":
+            from schedulefree import AdamWScheduleFree
+
+            made: Optimizer = AdamWScheduleFree(
+                trained, lr, betas=(beta1, beta2), eps=options.adam_eps, weight_decay=decay
+            )
+            return made
         case "adadelta":
             return Adadelta(trained, lr, rho=options.adadelta_rho, eps=options.adadelta_eps, weight_decay=decay)
         case "adagrad":
@@ -123,6 +133,8 @@ def require_state_of(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         if lacking:
             kind = type(optimizer).__name__
             raise RequestError(f"its optimizer is not {kind}: it has no {', '.join(lacking)}")
+        if running := [key for key in RUNNING if key in group and key not in settings]:
+            raise RequestError(f"its optimizer is not {type(optimizer).__name__}: it has {', '.join(running)}")
     known = {parameter for group in own["param_groups"] for parameter in group["params"]}
     state = saved.get("state")
     if not isinstance(state, Mapping) or not all(isinstance(of_one, Mapping) for of_one in state.values()):
@@ -140,7 +152,10 @@ def restore(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         RequestError: the state was saved by another kind of optimizer.
     """
     require_state_of(optimizer, saved)
-    optimizer.load_state_dict({"state": saved["state"], "param_groups": optimizer.state_dict()["param_groups"]})
+    groups = optimizer.state_dict()["param_groups"]
+    for group, before in zip(groups, saved["param_groups"], strict=True):
+        group.update({key: before[key] for key in RUNNING if key in group})
+    optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
 
 
 class Schedule:
