@@ -18,8 +18,8 @@ def hang(
     """Return the failure of the rank that hangs; None if none does yet.
 
     A rank hangs if it is stalled, the others wait for it, and it has made no progress for the time-out. A learned
-    time-out also asks that its processes did nothing: a rank that computes or writes a large checkpoint goes on. A rank
-    in which a debugger waits for a person does not hang.
+    time-out also asks that its processes did nothing: a rank that computes goes on. It is not learned for a rank that
+    saves, which slow storage may keep waiting. A rank in which a debugger waits for a person does not hang.
 
     Args:
         state: the run.
@@ -34,7 +34,7 @@ def hang(
             continue
         silence_s = activity.silence_s(view, now, since=state.silence_ended_at)
         if timeout_s is None:
-            longest_s = state.longest_stay_s.get(view.stage)
+            longest_s = None if view.stage == "saving" else state.longest_stay_s.get(view.stage)
             learned_s = limit_s if longest_s is None else max(limit.MIN_HANG_S, limit.HANG_MULTIPLE * longest_s)
             if min(silence_s, now - activity.active_at.get(view.rank, now)) < min(learned_s, limit_s):
                 continue

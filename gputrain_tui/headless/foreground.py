@@ -253,7 +253,9 @@ def _end_lines(run: Run, status: Status, state: RunState) -> list[list[Piece]]:
     if status.status == "stopped":
         kept, _, left = (status.message or "").partition("processes left: ")
         lines.append([(kept.rstrip("; "), "")])
-        lines.append([(f"processes left: {left}", "alarm") if left else ("no process of the run is left", "")])
+        is_silent = any(finding.kind == "host_silent" for finding in state.findings.values())
+        none = "no process of the run is left" + (" on the hosts that answer" if is_silent else "")
+        lines.append([(f"processes left: {left}", "alarm") if left else (none, "")])
     return lines
 
 

@@ -164,12 +164,14 @@ def _start_pieces(state: RunState, now: float) -> list[Piece]:
 
 
 def _failure_pieces(state: RunState) -> list[Piece]:
-    """Return the cause of a failure, while the processes of the run are being ended; none before it is known."""
+    """Return the cause of a failure, while the run ends or waits for its hosts; none before it is known."""
     failure = state.root_cause
     if failure is None or failure.kind in LOST_PEER_KINDS:
         return []
     where = "" if failure.rank is None else f"rank {failure.rank} "
-    return [(f"{where}failed: {failure.message}", "alarm"), ("  ending all processes", "dim")]
+    waits = next((each for each in state.findings.values() if each.kind == AWAITS_HOSTS), None)
+    follows = "ending all processes" if waits is None or waits.time < failure.time else waits.message
+    return [(f"{where}failed: {failure.message}", "alarm"), (f"  {follows}", "dim")]
 
 
 def placement(plan: Plan) -> str:

@@ -109,6 +109,7 @@ class NextAttempt:
 
     def _clear_silence(self) -> None:
         """Clear the findings about silent hosts: those of the next attempt have answered."""
+        self._diagnosis.follow()  # also those of a supervisor that was killed
         for finding in list(self._diagnosis.state.findings.values()):
             if finding.kind == "host_silent":
                 self._status_writer.record(msgspec.structs.replace(finding, time=time.time(), state="cleared"))

@@ -52,7 +52,7 @@ class SpareHosts:
         reasons = list(lost.values())
         may_shrink = self._min_ranks is not None
         try:
-            recipe = self._recipe or (load(str(self._dir.recipe)) if self._left or may_shrink else None)
+            recipe = self._recipe or (self._read_recipe(plan) if self._left or may_shrink else None)
             while recipe is not None and (may_shrink or len(self._left) >= len(lost)):
                 chosen = dict(zip(lost, self._left, strict=False))
                 made, placed, refused = self._placed(recipe, plan, chosen, without=lost.keys() - chosen.keys())
@@ -71,6 +71,13 @@ class SpareHosts:
         if self._left:
             reasons.append(f"{len(self._left)} spare for {len(lost)} lost hosts")
         raise RequestError("; ".join(reasons))
+
+    def _read_recipe(self, plan: Plan) -> Recipe:
+        """Read the recipe of the run; raise where a supervisor that was killed has changed the hosts already."""
+        recipe = load(str(self._dir.recipe))
+        if len(recipe.cluster.nodes) != len(plan.nodes) or any(node.host in self._left for node in plan.nodes):
+            raise RequestError("the run is no longer on the hosts of its recipe, and its supervisor was killed")
+        return recipe
 
     def _write(self, plan: Plan) -> None:
         try:  # a supervisor that adopts the run finds the hosts there

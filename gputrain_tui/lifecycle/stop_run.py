@@ -105,7 +105,8 @@ def stop(run: Run, origin: int = STOP_COMMAND_SIGNAL) -> tuple[str, list[int]]:
     left = kill_processes(path)
     if now.state not in ENDED:
         raise RequestError(f"{problem or f'{now.id} is {now.state}'}; {_left(left, complete=False)}")
-    complete = not taken_over or _has_all_outcomes(run.dir)
+    is_silent = any(finding.kind == "host_silent" for finding in now.status.findings)
+    complete = not is_silent and (not taken_over or _has_all_outcomes(run.dir))
     return _report(now, left, was_over=run.state in ENDED, complete=complete), left
 
 

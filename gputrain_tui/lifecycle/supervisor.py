@@ -96,7 +96,7 @@ class Supervisor:
         self._poll.register(self._stop_request, select.POLLIN)
         adopt_orphans()
         try:
-            ended = self._adopt() if self._adopting else self._run_attempts()
+            ended = self._run_attempts()
         except BaseException as error:  # clean up and record the error before raising it
             left = self._sweep()
             message = f"the supervisor failed: {type(error).__name__}: {error}"
@@ -106,21 +106,24 @@ class Supervisor:
         return self._close(self._launcher.explain(ended, self._plan, self.dir), left)
 
     def _run_attempts(self) -> AttemptResult:
-        try:
-            plan = self._plan = self._launcher.place(self._plan, self.dir)
-        except RequestError as error:
-            return failed("request", str(error))
+        if self._adopting:
+            attempt = self._adopt()
+        else:
+            try:
+                self._plan = self._launcher.place(self._plan, self.dir)
+            except RequestError as error:
+                return failed("request", str(error))
+            attempt = self._launch(self._plan)
+            self._status_writer.started()  # after the launch, so that it does not delay the first step
+            write_attempt(self.dir, attempt)
+            self._begin_report()
+        may_restart = self.leased or not self._adopting  # ``stop`` adopts without a lease
         next_attempt: NextAttempt | None = None
         while True:
-            attempt = self._launch(plan)
-            if next_attempt is None:  # after the launch, so that it does not delay the first step
-                self._status_writer.started()
-            write_attempt(self.dir, attempt)
-            if next_attempt is None:
-                self._begin_report()
             self._watch(attempt)
             ended = self._result_of(attempt)
-            if ended.failure is None or self._stop_request.reason is not None or self._sweep():
+            is_over = ended.failure is None or self._stop_request.reason is not None or not may_restart
+            if is_over or self._sweep():
                 return ended
             if next_attempt is None:
                 from gputrain_tui.lifecycle.next_attempt import NextAttempt  # imported only after a failure
@@ -128,11 +131,14 @@ class Supervisor:
                 next_attempt = NextAttempt(
                     self.dir, self._launcher, self._status_writer, self._stop_request, self._diagnosis
                 )
-            again = next_attempt.plan(plan, ended, attempt.since)
+            again = next_attempt.plan(self._plan, ended, attempt.since)
             if isinstance(again, AttemptResult):
                 return again
-            plan = self._plan = again
-            self._gaps.change_plan(plan)
+            self._plan, self._adopting = again, False
+            self._over_before.clear()
+            self._gaps.change_plan(again)
+            attempt = self._launch(again)
+            write_attempt(self.dir, attempt)
 
     def _launch(self, plan: Plan) -> Attempt:
         attempt = Attempt(since=attempt_outcome.event_file_sizes(self.dir), tmp=self._tmp)
@@ -161,8 +167,8 @@ class Supervisor:
     def _warn(self, problems: Sequence[str]) -> None:
         self._record(Finding(time=time.time(), kind="not_reported", message=problem) for problem in problems)
 
-    def _adopt(self) -> AttemptResult:
-        """Take over the nodes of a killed supervisor and watch them; nodes of a leased run have ended with it."""
+    def _adopt(self) -> Attempt:
+        """Take over the nodes of a killed supervisor; those of a leased run on this machine have ended with it."""
         launched = read_attempt(self.dir)
         self._tmp = Path(launched.tmp)
         self._status_writer.take_over()
@@ -182,8 +188,7 @@ class Supervisor:
             )
         if any(end.unfinished for end in attempt.ended.values()):
             self._stop(attempt, StopLevel.NOW, FAILURE_GRACE_S)
-        self._watch(attempt)
-        return self._result_of(attempt)
+        return attempt
 
     def _watch(self, attempt: Attempt) -> None:
         """Wait until all nodes have ended; stop them at a stop request and at the first failure."""

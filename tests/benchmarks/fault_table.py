@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -19,22 +20,27 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "support"), str(HERE.parent / "cluster")]
 
-from fault_places import SAVE_EVERY, Place, Trial, slurm_place, ssh_places, start_run  # noqa: E402
-from host_recipe import events, is_training  # noqa: E402
+from fault_places import NAMES, SAVE_EVERY, Place, Trial, slurm_place, ssh_places, start_run  # noqa: E402
+from host_recipe import PAUSE_S, TRAIN, check_epoch, events, is_training  # noqa: E402
 from network_namespaces import NamespaceHost, wait_until  # noqa: E402
 from ssh_lab import SshLab  # noqa: E402
 
 PATIENCE_S = 200.0
 """No fault is waited for longer; what is not over then is written as more than this."""
+SAMPLES = 12_000
+"""Of an epoch that is to be finished: 1000 steps of three ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +58,8 @@ class Fault:
     slurm_table: Sequence[str] = ()
     goes_on: bool = False
     """Whether all ranks are to train again."""
+    finishes_on: Sequence[str] = ()
+    """Hosts of the ranks on which an epoch is to be finished; the fault then is at a random step of it."""
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
@@ -70,6 +78,15 @@ def cut(trial: Trial, action: str) -> None:
     """Add or delete a route on the last host, with which it reaches the second one no more."""
     second, last = trial.host(1), trial.host(2)
     last.run("ip", "route", action, "blackhole", f"{second.address}/32")
+
+
+def lose(trial: Trial, back_s: float = 0.0) -> None:
+    """Cut the last host off, for good or until ``back_s`` have passed."""
+    trial.host(2).link("down")
+    if back_s:
+        timer = threading.Timer(back_s, trial.host(2).link, ["up"])
+        timer.daemon = True
+        timer.start()
 
 
 def in_slurm(*words: str) -> Callable[[Trial], None]:
@@ -141,6 +158,22 @@ FAULTS = (
         cause=r"h2 and h3 cannot reach each other on tcp",
         places=("ssh",),
     ),
+    *(
+        Fault(
+            name=f"host lost at a random step, {name}",
+            make=partial(lose, back_s=back_s),
+            mend=lambda trial: trial.host(2).link("up"),
+            cause="attempt 1 ended: h3 lost",
+            places=("ssh",),
+            table=("max_restarts = 1", *table),
+            finishes_on=hosts,
+        )
+        for name, back_s, table, hosts in (
+            ("back after 60 s", 60.0, (), NAMES),
+            ("spare = h4", 0.0, ("restart_wait = 5", 'spare = ["h4"]'), ("h1", "h2", "h4")),
+            ("min_ranks = 2", 0.0, ("restart_wait = 5", "min_ranks = 2"), ("h1", "h2")),
+        )
+    ),
     Fault(name="scancel", make=in_slurm("scancel", "JOB"), cause=r"cancelled in Slurm.*saved", places=("Slurm",)),
     Fault(
         name="time limit, requeue = true",
@@ -171,10 +204,15 @@ def run_trial(fault: Fault, place: Place) -> Result:
     """Make a run, let it train past a checkpoint, make the fault, and see what becomes of it."""
     trial = None
     try:
-        trial = start_run(place, fault.table, fault.slurm_table)
+        epoch: dict[str, Any] = {"max_epochs": 1, "max_updates": 0, "stop_time": 60.0} if fault.finishes_on else {}
+        task = {"samples": SAMPLES, "pause_s": PAUSE_S} if fault.finishes_on else None
+        trial = start_run(place, fault.table, fault.slurm_table, task=task, **epoch)
         record, count = trial.record, sum(place.ranks)
         wait_until(lambda: all(is_training(record, rank) for rank in range(count)), "all ranks train")
-        wait_until(lambda: last_step(record) > SAVE_EVERY * 3 // 2, "a checkpoint")
+        steps = SAVE_EVERY * 3 // 2
+        if fault.finishes_on:
+            steps = random.randint(steps, SAMPLES // count // TRAIN["batch_size"] - SAVE_EVERY)
+        wait_until(lambda: last_step(record) > steps, "a checkpoint")
         before = last_step(record)
         trial.struck = time.time()
         fault.make(trial)
@@ -190,7 +228,7 @@ def run_trial(fault: Fault, place: Place) -> Result:
 
 def watch(fault: Fault, trial: Trial, ranks: int, before: int) -> Result:
     result = Result()
-    place, deadline = trial.place, time.time() + PATIENCE_S
+    place, deadline = trial.place, time.time() + PATIENCE_S * (2 if fault.finishes_on else 1)
     while time.time() < deadline and result.over_s is None:
         if fault.goes_on and trains_again(trial, ranks):
             result.over_s = time.time() - trial.struck
@@ -212,6 +250,13 @@ def watch(fault: Fault, trial: Trial, ranks: int, before: int) -> Result:
         starts = [event.get("first_update", 0) for event in events(trial.record, 0) if event["type"] == "training_plan"]
         result.lost_steps = before - starts[-1] if len(starts) > 1 else 0
         result.is_right = result.over_s is not None
+    elif fault.finishes_on:
+        result.said += (place.folder / "output").read_text()
+        interfaces = dict.fromkeys(fault.finishes_on, "eth0")
+        result.lost_steps = check_epoch(
+            trial.record, fault.finishes_on, interfaces, samples=SAMPLES, save_every=SAVE_EVERY, before=ranks
+        )
+        result.is_right = re.search(fault.cause, result.said) is not None
     else:
         saved = sorted(
             int(path.stem.removeprefix("step_"))
@@ -337,6 +382,7 @@ class Table:
                 results = [run_trial(fault, place) for _ in range(self.times)]
                 self.print(row(fault.name, place.name, results))
                 for result in results:
+                    print(fault.name, place.name, replace(result, said=""), file=sys.stderr)
                     if not result.is_right or result.left:
                         print(f"said: {result.said[:300]} … {result.said[-1200:]}", file=sys.stderr)
 

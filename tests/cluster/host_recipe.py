@@ -81,3 +81,42 @@ def check_rank(record: Path, rank: int, *, host: str, node: int, local_rank: int
     assert sum(event.get("steps", 1) for event in found if event["type"] == "step") == TRAIN["max_updates"]
     assert f"rank {rank} on {host} takes {interface}\n" in (record / "logs" / f"{rank}.log").read_text()
     return str([event["parameters"] for event in found if event["type"] == "checksum"][-1])
+
+
+def check_epoch(
+    record: Path,
+    hosts: Sequence[str],
+    interfaces: Mapping[str, str],
+    *,
+    samples: int,
+    save_every: int,
+    before: int = 0,
+) -> int:
+    """Since its last start each rank is on its host; all samples after the checkpoint are trained once, equally.
+
+    ``before``: the number of ranks until then, if there were more. Return how many steps were made again.
+    """
+    checksums, trained, before, again = set(), 0, before or len(hosts), 0
+    batch = TRAIN["batch_size"]
+    for rank, host in enumerate(hosts):
+        found = events(record, rank)
+        begin = max(index for index, event in enumerate(found) if event.get("state") == "joining")
+        assert found[begin].get("host", host) == host
+        assert f"rank {rank} on {host} takes {interfaces[host]}\n" in (record / "logs" / f"{rank}.log").read_text()
+        steps = [event for event in found[begin:] if event["type"] == "step"]
+        resumed = steps[0]["step"] - steps[0].get("steps", 1)
+        left = samples - resumed * batch * before
+        assert steps[-1]["step"] == resumed + left / batch / len(hosts)
+        reached = max(event["step"] for event in found[:begin] if event["type"] == "step")
+        assert reached - resumed <= 2 * save_every, "it is resumed from the newest checkpoint"
+        assert resumed >= save_every
+        assert resumed % save_every == 0
+        assert sum(event.get("steps", 1) for event in steps) == steps[-1]["step"] - resumed
+        trained += sum(event["samples"] for event in steps)
+        checksums.add(str([event["parameters"] for event in found if event["type"] == "checksum"][-1]))
+        again = max(again, reached - resumed)
+    planned = [event for event in events(record, 0) if event["type"] == "training_plan"][-1]
+    assert planned["last_update"] == steps[-1]["step"], "what is left is known from the first step on"
+    assert trained + resumed * batch * before == samples
+    assert len(checksums) == 1
+    return again

@@ -12,15 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from host_recipe import ENDLESS, events
+from host_recipe import ENDLESS, check_epoch, events
 from network_namespaces import LIMIT_S, NamespaceHost, wait_until
 from test_run_over_ssh import INTERFACES, SshCluster, cluster, pids, recorded_after, running_lab
 
 __all__ = ["cluster", "running_lab"]  # fixtures
 
-EPOCH = {"samples": 2_400, "batch": 4}
-
-
+SAMPLES = 2_400
 SPARE = 'spare = ["h3"]'
 
 
@@ -36,7 +34,7 @@ def lose(
     cluster.names, cluster.ranks = names, ranks
     settings = ("host_timeout = 8", "restart_wait = 1", "max_restarts = 1", *lines)
     gate = cluster.lab.folder / "shared" / "gate"
-    task = {"gate": str(gate), "gate_after": 70, "samples": EPOCH["samples"]}
+    task = {"gate": str(gate), "gate_after": 70, "samples": SAMPLES}
     cluster.write(*settings, **{"max_updates": 0, "max_epochs": 1, "save_every_updates": 50, "task": task} | train)
     command = cluster.start("run", "recipe.toml")
     cluster.train(command)
@@ -59,41 +57,15 @@ def lose(
     return command.returncode, output
 
 
-def check_epoch(cluster: SshCluster, hosts: Sequence[str], *, before: int = 0) -> None:
-    """Since its last start each rank is on its host; all samples after the checkpoint are trained once, equally.
-
-    ``before``: the number of ranks until then, if there were more.
-    """
-    checksums, samples, before = set(), 0, before or len(hosts)
-    for rank, host in enumerate(hosts):
-        found = events(cluster.record, rank)
-        begin = max(index for index, event in enumerate(found) if event.get("state") == "joining")
-        assert found[begin].get("host", host) == host
-        assert (
-            f"rank {rank} on {host} takes {INTERFACES[host]}\n" in (cluster.record / "logs" / f"{rank}.log").read_text()
-        )
-        steps = [event for event in found[begin:] if event["type"] == "step"]
-        resumed = steps[0]["step"] - steps[0].get("steps", 1)
-        left = EPOCH["samples"] - resumed * EPOCH["batch"] * before
-        assert steps[-1]["step"] == resumed + left / EPOCH["batch"] / len(hosts)
-        reached = max(event["step"] for event in found[:begin] if event["type"] == "step")
-        assert reached - resumed <= 100, "it is resumed from the newest checkpoint"
-        assert resumed >= 50
-        assert resumed % 50 == 0
-        assert sum(event.get("steps", 1) for event in steps) == steps[-1]["step"] - resumed
-        samples += sum(event["samples"] for event in steps)
-        checksums.add(str([event["parameters"] for event in found if event["type"] == "checksum"][-1]))
-    planned = [event for event in events(cluster.record, 0) if event["type"] == "training_plan"][-1]
-    assert planned["last_update"] == steps[-1]["step"], "what is left is known from the first step on"
-    assert samples + resumed * EPOCH["batch"] * before == EPOCH["samples"]
-    assert len(checksums) == 1
+def check(cluster: SshCluster, hosts: Sequence[str], *, before: int = 0) -> None:
+    check_epoch(cluster.record, hosts, INTERFACES, samples=SAMPLES, save_every=50, before=before)
 
 
 def test_a_spare_host_takes_the_place_of_one_that_is_lost_for_good(cluster: SshCluster) -> None:
     code, output = lose(cluster, [cluster.h2], SPARE)
     assert code == 0, output
     assert "attempt 1 ended: h2 lost; h2 is replaced by h3; attempt 2 begins" in output
-    check_epoch(cluster, ["h1", "h1", "h3"])
+    check(cluster, ["h1", "h1", "h3"])
     assert cluster.findings("host_silent") == ["raised", "cleared"]
     assert [node["host"] for node in json.loads((cluster.record / "plan.json").read_text())["nodes"]] == ["h1", "h3"]
 
@@ -103,7 +75,7 @@ def test_the_hosts_that_are_left_go_on_alone_where_the_recipe_allows_fewer_ranks
     assert code == 0, output
     change = "the run goes on without h3, with 2 of 3 ranks: 8 instead of 12 samples per step, the same learning rate"
     assert f"attempt 1 ended: h3 lost; {change}; attempt 2 begins" in output
-    check_epoch(cluster, ["h1", "h2"], before=3)
+    check(cluster, ["h1", "h2"], before=3)
     assert re.search(r"finished in .* 2 of 3 ranks at the end", output)
     assert cluster.findings("host_silent") == ["raised", "cleared"]
     assert [event["world_size"] for event in events(cluster.record, "run") if event["type"] == "world"] == [2]
@@ -131,7 +103,7 @@ def test_of_two_lost_hosts_one_is_replaced_and_the_other_left_out_where_that_is_
     assert code == 0, output
     change = "h1 is replaced by h3; the run goes on without h2, with 2 of 3 ranks: 8 instead of 12 samples per step"
     assert re.search(f"attempt 1 ended: h1( and h2)? lost; {change}", text), output
-    check_epoch(cluster, ["h0", "h3"], before=3)
+    check(cluster, ["h0", "h3"], before=3)
     assert [node["host"] for node in json.loads((cluster.record / "plan.json").read_text())["nodes"]] == ["h0", "h3"]
 
 
@@ -143,7 +115,7 @@ def test_the_ranks_are_numbered_anew_where_the_first_host_is_lost(cluster: SshCl
     )
     assert code == 0, output
     assert "the run goes on without h1, with 2 of 4 ranks: 8 instead of 16 samples per step" in output
-    check_epoch(cluster, ["h2", "h3"], before=4)
+    check(cluster, ["h2", "h3"], before=4)
 
 
 @pytest.mark.slow
@@ -187,7 +159,7 @@ def test_a_spare_host_takes_the_place_of_the_first_one_where_it_sees_the_checkpo
     code, output = lose(cluster, [cluster.h1], SPARE, save_dir=str(cluster.lab.folder / "shared" / "kept"))
     assert code == 0, output
     assert "h1 is replaced by h3; attempt 2 begins" in output
-    check_epoch(cluster, ["h3", "h3", "h2"])
+    check(cluster, ["h3", "h3", "h2"])
 
 
 @pytest.mark.slow

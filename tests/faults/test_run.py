@@ -19,7 +19,7 @@ from gputrain_tui.history.record_tail import last_step
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.lifecycle import leftovers, recipe_to_run, start
 from gputrain_tui.lifecycle.prepared import prepare
-from trainer.contract.record import Failure, decode_events, recorded_checkpoints
+from trainer.contract.record import Failure, Finding, decode_events, recorded_checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -165,15 +165,15 @@ def test_killing_a_part_of_the_run_ends_all_of_it(bench: Bench, victim: Callable
     assert bench.runs()[0].state == "failed"
 
 
-def restarted(bench: Bench, *settings: str) -> Run:
-    """Run to update 40; at update 20, which is saved where anything is, a rank is killed, and all start again."""
+def restarted(bench: Bench, *settings: str, victim: Callable[[Run], int] = lambda run: rank_pid(run, 1)) -> Run:
+    """Run to update 40; at update 20, which is saved where anything is, one process is killed, and all start again."""
     words = [word for text in ("cluster.max_restarts=1", *settings) for word in ("--set", text)]
     process = bench.start("run", bench.gated_recipe(20, updates=40), *words)
     run = bench.await_training()
     nothing_saved = "train.save_every_epochs=0" in settings
     # The record names what was saved; a file that is there may not have been recorded yet.
     until(lambda: step_of(run, 1) == 20 and (nothing_saved or recorded_checkpoints(run.dir)))
-    os.kill(rank_pid(run, 1), signal.SIGKILL)
+    os.kill(victim(run), signal.SIGKILL)
     bench.gate.touch()  # no rank goes on alone
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
@@ -193,6 +193,13 @@ def test_a_killed_rank_is_started_again_from_the_last_checkpoint(bench: Bench) -
     assert first_updates(run) == [0, 20]
     events = list(decode_events(run.dir.node_events(0).read_bytes()))
     assert [(event.rank, event.kind) for event in events if isinstance(event, Failure)] == [(1, "signal")]
+
+
+def test_a_run_whose_supervisor_is_killed_starts_again_and_is_whole(bench: Bench) -> None:
+    run = restarted(bench, "train.save_every_updates=20", victim=supervisor_pid)
+    assert first_updates(run) == [0, 20]
+    (finding,) = [each for each in decode_events(run.dir.run_events.read_bytes()) if isinstance(each, Finding)]
+    assert "attempt 1 ended: killed: the run's supervisor was killed, and its ranks ended with it" in finding.message
 
 
 def test_a_restart_and_a_resume_find_the_checkpoints_in_a_folder_of_ones_own(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from test_diagnosis import SimulatedRun, balanced
 
-from trainer.contract.record import CodeFrame, Failure, NodeSample, RankSample, RankStacks, ThreadStack
+from trainer.contract.record import CodeFrame, Failure, NodeSample, RankSample, RankStacks, RankState, ThreadStack
 
 LIMIT_S = 600.0
 
@@ -68,6 +68,15 @@ def test_a_stage_that_no_rank_has_left_before_may_last_as_long_as_a_collective()
     run = HangingRun()
     run.state.longest_stay_s.clear()
     assert run.wait(590) is None
+
+
+def test_a_rank_that_waits_for_storage_while_it_saves_may_do_so_as_long_as_a_collective() -> None:
+    run = HangingRun()
+    run.state.longest_stay_s["saving"] = 0.1
+    run.state.apply(RankState(time=run.now, rank=2, state="saving"))
+    assert run.wait(590) is None
+    assert ("stalled", 2) in run.state.findings
+    assert run.wait(30) is not None
 
 
 @pytest.mark.parametrize("file", ["/usr/lib/python3.12/pdb.py", "/v/site-packages/debugpy/_vendored/pydevd/pydevd.py"])

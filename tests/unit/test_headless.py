@@ -140,8 +140,13 @@ def test_a_cause_is_shown_as_soon_as_it_is_known_until_the_next_attempt() -> Non
     state.apply(Failure(time=1002.0, kind="exception", rank=0, message="ValueError: bad batch"))
     text = "rank 0 failed: ValueError: bad batch  ending all processes"
     assert paint(progress_line(state, 80, now=1003.0), colour=False) == plain_line(state, now=1003.0) == text
+    waits = Finding(time=1003.0, kind="awaits_hosts", severity="info", message="waiting up to 600 s until all answer")
+    state.apply(waits)
+    assert plain_line(state, now=1003.0) == text.replace("ending all processes", waits.message)
     state.apply(RankState(time=1004.0, rank=0, state="spawned", host="node-a", device="cpu"))
     assert plain_line(state, now=1005.0) == "starting 1 rank  5 s"
+    state.apply(Failure(time=1006.0, kind="exception", rank=0, message="ValueError: bad batch"))
+    assert plain_line(state, now=1007.0) == text
 
 
 def test_a_plain_line_has_every_measure() -> None:

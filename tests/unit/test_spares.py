@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 from plans import HERE, plan_for, recipe
 
 from gputrain_tui.hosts.inventory import Gpu, Inventory
+from gputrain_tui.lifecycle.spare_hosts import SpareHosts
 from gputrain_tui.plan.planner import plan
 from gputrain_tui.plan.spares import plan_on, recipe_on
+from gputrain_tui.recipe.model import ClusterOptions
 from trainer.contract.errors import RequestError
+from trainer.contract.record import RunDir
 from trainer.host.cores import Cpus
 from trainer.host.memory import Memory
 
@@ -109,3 +113,12 @@ def test_a_run_on_this_machine_has_no_spare_hosts() -> None:
         plan_for("cpu_ranks = 2", cluster=CLUSTER)
     with pytest.raises(RequestError, match=r"cluster\.spare needs nodes on other hosts"):
         plan_for(*nodes("cpu_ranks = 1"), cluster=CLUSTER, local=dataclasses.replace(HERE, slurm=True))
+
+
+def test_a_run_that_is_on_a_spare_gets_no_other_host_once_its_supervisor_was_killed(tmp_path: Path) -> None:
+    wanted = recipe(*nodes("cpu_ranks = 1", "cpu_ranks = 1"), cluster=CLUSTER)
+    text = "".join(f"[[cluster.nodes]]\n{node}\n" for node in nodes("cpu_ranks = 1", "cpu_ranks = 1"))
+    (tmp_path / "recipe.toml").write_text(f'[cluster]\n{CLUSTER}\n{text}[train]\ntask = "mnist"\n[task]\ndata = "/d"\n')
+    _, after = on_spare(wanted, "n2")
+    with pytest.raises(RequestError, match="n1 is down; the run is no longer on the hosts of its recipe"):
+        SpareHosts(RunDir(tmp_path), ClusterOptions(spare=("n9",), max_restarts=1)).replace(after, {"n1": "n1 is down"})

@@ -15,7 +15,7 @@ from trainer.agent.shutdown import Shutdown
 from trainer.agent.worker_process import WorkerProcess
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import NodeOutcome, exit_code_of, is_lost_peer, lost_peer_text, root_cause, signal_name
-from trainer.contract.record import EventWriter, Failure, RankState, RunDir, decode_events
+from trainer.contract.record import AnyEvent, EventWriter, Failure, RankState, RunDir, decode_events
 from trainer.contract.record.regular_file import read_tail
 from trainer.host.memory import oom_kills, read_memory_group
 
@@ -57,16 +57,20 @@ class FailureAttribution:
         """Record the success of a script that exited with 0 and did not report it.
 
         It called ``os._exit(0)``, replaced itself by another program, or closed the pipe of its reports with all other
-        descriptors; in the last case its success is already in the record.
+        descriptors; in the last case its success is already in the record. Peers that lose such a rank may report that
+        before its end is known here, so its time is that of its last event.
         """
         rank.finished_at, rank.finished_ns = time.monotonic(), time.time_ns()
         assignment = rank.assignment
         if assignment.run_dir is None:
             return
         events = RunDir(assignment.run_dir).rank_events(assignment.rank)
-        if not _is_finished(events):
+        last = _last_event(events)
+        ended = time.time() if last is None else last.time
+        rank.finished_ns = int(ended * 1e9)
+        if not (isinstance(last, RankState) and last.state == "finished"):
             writer = EventWriter(events, rank=assignment.rank)
-            writer.write(RankState(time=time.time(), rank=assignment.rank, state="finished"))
+            writer.write(RankState(time=ended, rank=assignment.rank, state="finished"))
             writer.close()
 
     def report_death(self, rank: WorkerProcess) -> None:
@@ -147,14 +151,13 @@ class FailureAttribution:
         return next(lost, "").removeprefix("trained, but ")
 
 
-def _is_finished(events: Path) -> bool:
-    """Whether the last event of a rank's record is the state ``finished``."""
+def _last_event(events: Path) -> AnyEvent | None:
+    """Return the last event of a rank's record; None if there is none that can be read."""
     last_bytes = 4096  # bytes to read of a record's end: enough for the last ``rank_state`` event
     try:
-        last = decode_events(read_tail(events, last_bytes))[-1:]
+        return next(iter(decode_events(read_tail(events, last_bytes))[-1:]), None)
     except OSError:
-        return False
-    return any(isinstance(event, RankState) and event.state == "finished" for event in last)
+        return None
 
 
 def _lost_rank_failure(ranks: Sequence[WorkerProcess], lost: Failure) -> Failure | None:
