@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import combinations
+from statistics import median
 from typing import NamedTuple
+
+WINDOW = 8
+"""Steps whose median is one measurement: fewer are moved by a single stall, more answer late."""
+MIN_GAIN = 0.05
+"""Least relative gain in the compute of the slowest rank for which the shares change."""
 
 
 class ComputeTime(NamedTuple):
@@ -76,3 +83,71 @@ def shares(
         if found[rank] < most[rank]:
             heapq.heappush(free, (times[rank].of(found[rank] + 1), rank))
     return tuple(found)
+
+
+class RankFit:
+    """Fit of one rank's compute time, from one measurement for each of its recent shares."""
+
+    def __init__(self) -> None:
+        self._measured: dict[int, float] = {}
+        """Milliseconds of a micro-step by share, the newest last."""
+
+    def add(self, share: int, ms: float) -> None:
+        """Add a measurement. Another time at the same share is a change of speed, which holds at every share."""
+        if share in self._measured:
+            factor = ms / self._measured[share]
+            self._measured = {each: at * factor for each, at in self._measured.items()}
+        self._measured.pop(share, None)
+        self._measured[share] = ms
+        if len(self._measured) > WINDOW:
+            del self._measured[next(iter(self._measured))]
+
+    def time(self) -> ComputeTime:
+        """Return the line through the newest measurement with the median slope of all pairs (Theil and Sen).
+
+        Shares within an eighth of each other show no slope. The fixed part is taken as none until there is a pair, and
+        as half of the time at most: a slope that is too flat would give the rank far too large a share.
+        """
+        share, ms = next(reversed(self._measured.items()))
+        slopes = [
+            (self._measured[high] - self._measured[low]) / (high - low)
+            for low, high in combinations(sorted(self._measured), 2)
+            if 8 * (high - low) >= high
+        ]
+        steepest = ms / share
+        slope = min(max(median(slopes), steepest / 2), steepest) if slopes else steepest
+        return ComputeTime(ms - slope * share, slope)
+
+
+class ShareChoice:
+    """Choice of shares by the measurements of all ranks, one after the other.
+
+    The shares that one measurement suggests must be better by the next one too: noise, which differs between the two,
+    moves nothing. They are taken once the steps since then are late by half a measurement, as they would not be with
+    them: a great gain is believed at once, a small one when it lasts, and what passes brings none.
+    """
+
+    def __init__(self, global_batch_size: int, *, least: int = 1) -> None:
+        self._total, self._least = global_batch_size, least
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the measurements, because the shares have changed."""
+        self._before: Sequence[ComputeTime] = ()
+        self._lost = 0.0
+        """Time lost to unfit shares by measurements without a break, in measurements."""
+
+    def add(
+        self, times: Sequence[ComputeTime], current: Sequence[int], bounds: Sequence[int]
+    ) -> tuple[int, ...] | None:
+        """Add a measurement; return better shares, or None if the current ones stay."""
+        before, self._before = self._before, times
+        if not before:
+            return None
+        suggested = shares(before, bounds, self._total, least=self._least)
+        gain = slowest_ms(times, current) / slowest_ms(times, suggested) - 1
+        self._lost = self._lost + gain if gain >= MIN_GAIN else 0.0
+        if self._lost < 0.5:
+            return None
+        better = shares(times, bounds, self._total, least=self._least)
+        return None if better == tuple(current) else better

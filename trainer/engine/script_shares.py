@@ -11,9 +11,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from trainer.contract.balanced_shares import ComputeTime, equal_shares, shares, slowest_ms
+from trainer.contract.balanced_shares import MIN_GAIN, WINDOW, ComputeTime, equal_shares, shares, slowest_ms
 from trainer.contract.record import EventWriter, ShareChange
-from trainer.engine.share_balance import MIN_GAIN, WINDOW
+from trainer.engine.share_balance import compute_ms
 from trainer.telemetry.step_tracker import StepTracker
 
 
@@ -54,9 +54,9 @@ class ScriptShares:
     def _measured_ms(self) -> float:
         """Return this rank's median compute per sample, ms; 0 while too few steps were measured."""
         self._per_sample_ms += [
-            max(step.step_ms - step.sync_exposed_ms, 1e-6) / step.samples
+            ms / step.samples
             for step in self._tracker.meter.take_steps()
-            if step.step_ms is not None and step.sync_exposed_ms is not None and step.samples
+            if step.samples and (ms := compute_ms(step)) is not None
         ]
         return median(self._per_sample_ms) if len(self._per_sample_ms) >= WINDOW else 0.0
 

@@ -1,7 +1,6 @@
 """Balanced shares of the global batch: measured on each rank, agreed by all, changed at the same step everywhere.
 
-Each rank measures its compute in a step: the step's time without its wait for the gradients of others. It is wall time,
-and not CPU time: a rank that waits for its data, for a core or for its quota is slow for all, whatever it waits for.
+Each rank measures its compute in a step: the step's time without its waits for the gradients of others and for a core.
 The times travel with the agreement on stopping and saving, so that every rank decides alike, from the same numbers.
 """
 
@@ -10,12 +9,20 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from itertools import combinations
 from statistics import median
 from typing import Any
 
 from trainer import distributed
-from trainer.contract.balanced_shares import ComputeTime, attainable, shares, slowest_ms
+from trainer.contract.balanced_shares import (
+    MIN_GAIN,
+    WINDOW,
+    ComputeTime,
+    RankFit,
+    ShareChoice,
+    attainable,
+    shares,
+    slowest_ms,
+)
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
 from trainer.contract.record import RunDir, ShareChange, Step, decode_events
@@ -28,69 +35,23 @@ from trainer.engine.resuming import SavedShares
 from trainer.engine.worker_context import WorkerContext
 from trainer.telemetry.step_meter import StepMeter
 
-WINDOW = 8
-"""Steps whose median is one measurement: fewer are moved by a single stall, more answer late."""
-MIN_GAIN = 0.05
-"""Least relative gain in the compute of the slowest rank for which the shares change."""
-
 _NUMBERS = 4
 """Numbers of a rank in an agreement: measurements with these shares, fixed and per-sample time, memory bound."""
 _PER_MS = 1e9
 """Times travel as whole picoseconds."""
 
 
-class RankFit:
-    """Fit of one rank's compute time, from one measurement for each of its recent shares."""
+def compute_ms(step: Step) -> float | None:
+    """Return the compute of a step, ms: what other ranks do not wait for, and no other process takes; None: not known.
 
-    def __init__(self) -> None:
-        self._measured: dict[int, float] = {}
-        """Milliseconds of a micro-step by share, the newest last."""
-
-    def add(self, share: int, ms: float) -> None:
-        """Add a measurement. Another time at the same share is a change of speed, which holds at every share."""
-        if share in self._measured:
-            factor = ms / self._measured[share]
-            self._measured = {each: at * factor for each, at in self._measured.items()}
-        self._measured.pop(share, None)
-        self._measured[share] = ms
-        if len(self._measured) > WINDOW:
-            del self._measured[next(iter(self._measured))]
-
-    def time(self) -> ComputeTime:
-        """Return the line through the newest measurement with the median slope of all pairs (Theil and Sen).
-
-        Shares within an eighth of each other show no slope. The fixed part is taken as none until there is a pair, and
-        as half of the time at most: a slope that is too flat would give the rank far too large a share.
-        """
-        share, ms = next(reversed(self._measured.items()))
-        slopes = [
-            (self._measured[high] - self._measured[low]) / (high - low)
-            for low, high in combinations(sorted(self._measured), 2)
-            if 8 * (high - low) >= high
-        ]
-        steepest = ms / share
-        slope = min(max(median(slopes), steepest / 2), steepest) if slopes else steepest
-        return ComputeTime(ms - slope * share, slope)
-
-
-def next_shares(
-    current: Sequence[int],
-    before: Sequence[ComputeTime],
-    now: Sequence[ComputeTime],
-    bounds: Sequence[int],
-    global_batch_size: int,
-    least: int = 1,
-) -> tuple[int, ...] | None:
-    """Return better shares by two measurements that follow each other; None if the current ones stay.
-
-    The shares that the first one suggests must bring ``MIN_GAIN`` by the second one too: what passes, and noise, which
-    differs between the two, moves nothing.
+    A wait for a core is left out. Processes beside the ranks take now one core and now another, for seconds: shares
+    that follow are late, and make it worse.
     """
-    suggested = shares(before, bounds, global_batch_size, least=least)
-    if slowest_ms(now, suggested) * (1 + MIN_GAIN) > slowest_ms(now, current):
+    if step.step_ms is None or step.sync_exposed_ms is None:
         return None
-    better = shares(now, bounds, global_batch_size, least=least)
-    return None if better == tuple(current) else better
+    waits = step.core_wait_ms or {}
+    waited_ms = sum(waits.values()) - waits.get("sync", 0.0)
+    return max(step.step_ms - step.sync_exposed_ms - waited_ms, 1e-6)
 
 
 def measures_steps(options: Training, world_size: int) -> bool:
@@ -120,6 +81,7 @@ class ShareBalance:
         self._longest = train.longest
         """Tokens of the longest sample, if shares are tokens; else 0."""
         self._unit = "tokens" if self._longest else "samples"
+        self._choice = ShareChoice(self._total, least=self._least)
         # A rank's part of a batch exceeds its share by one sample at most.
         self._limit = max(options.max_tokens - self._longest, 0)
         self._bounds = [0] * ctx.world_size
@@ -144,7 +106,7 @@ class ShareBalance:
         self._made: dict[int, int] = {}
         """Micro-steps of each step that was made with whole shares and not yet measured."""
         self._windows = self._agreed_windows = 0
-        self._before: list[ComputeTime] = []
+        self._choice.begin()
 
     def start(self, *, step: int) -> None:
         """Record the first shares, before a step."""
@@ -206,13 +168,13 @@ class ShareBalance:
             micro_steps = self._made.pop(step.step, 0)  # none where the epoch's end has fewer samples
             if step.step < self._first_step or not micro_steps:
                 continue
-            if step.step_ms is None or step.sync_exposed_ms is None:
-                continue
-            self._values.append(max(step.step_ms - step.sync_exposed_ms, 1e-6) / micro_steps)
-            if len(self._values) == WINDOW:
-                self._fit.add(share, median(self._values))
-                self._values.clear()
-                self._windows += 1
+            if (ms := compute_ms(step)) is not None:
+                self._values.append(ms / micro_steps)
+        # Between two agreements: shares change after the first step, and a device may not have done the last one.
+        if len(self._values) >= WINDOW - 2:
+            self._fit.add(share, median(self._values))
+            self._values.clear()
+            self._windows += 1
 
     def agree(self, numbers: Sequence[int], *, step: int) -> None:
         """Change the shares from ``step`` on, if the numbers of all ranks say so; every rank has the same ones."""
@@ -238,10 +200,7 @@ class ShareBalance:
             return
         if not measured:
             return
-        before, self._before = self._before, self._times
-        if not before:
-            return
-        next_ones = next_shares(current, before, self._times, self._bounds, self._total, self._least)
+        next_ones = self._choice.add(self._times, current, self._bounds)
         if next_ones is not None:
             self._change_to(next_ones, cause="measured", step=step)
         elif not self._longest:
