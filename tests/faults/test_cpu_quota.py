@@ -15,7 +15,7 @@ from waiting import until
 
 from gputrain_tui.history.run_folders import list_runs
 from gputrain_tui.history.run_reader import RunReader
-from trainer.contract.record import AnyEvent, Finding, NodeSample
+from trainer.contract.record import AnyEvent, Finding, NodeSample, ShareChange
 from trainer.host.cpu_cgroup import cpu_cgroup
 
 RECIPE = """\
@@ -26,7 +26,7 @@ cpu_ranks = 2
 
 [train]
 task = "{task}:QuotaTask"
-batch_size = 16
+{batch}
 max_updates = 1000000
 save_every_epochs = 0
 threads = 1
@@ -71,11 +71,18 @@ def cgroup() -> Iterator[MakeCgroup]:
         folder.rmdir()
 
 
-def findings_of(folder: Path, cgroup: Path, *, held: list[int]) -> list[Finding]:
-    """Run with ranks in the cgroup, until some seconds after the first finding about cores; return all findings."""
+def events_until(
+    enough: Callable[[list[AnyEvent]], bool],
+    folder: Path,
+    cgroup: Path,
+    *,
+    held: list[int],
+    batch: str = "batch_size = 16",
+) -> list[AnyEvent]:
+    """Run with ranks in the cgroup, until there are enough events; return them."""
     task = Path(__file__).with_name("quota_task.py")
     recipe = folder / "recipe.toml"
-    recipe.write_text(RECIPE.format(task=task, cgroup=cgroup, held=held))
+    recipe.write_text(RECIPE.format(task=task, cgroup=cgroup, held=held, batch=batch))
     command = subprocess.Popen(
         [sys.executable, "-m", "gputrain_tui", "run", str(recipe)],
         env={**os.environ, "GPUTRAIN_HOME": str(folder), "NO_COLOR": "1", "PYTHONPATH": str(task.parent)},
@@ -91,18 +98,26 @@ def findings_of(folder: Path, cgroup: Path, *, held: list[int]) -> list[Finding]
         def seen() -> bool:
             while batch := reader.poll():
                 events.extend(batch)
-            kinds = [event.kind if isinstance(event, Finding) else "" for event in events]
-            after = events[kinds.index("cpu_contention") :] if "cpu_contention" in kinds else []
-            samples = sum(isinstance(event, NodeSample) for event in after)
-            return command.poll() is not None or samples >= SAMPLES_AFTER
+            return command.poll() is not None or enough(events)
 
-        until(seen, "the finding and what follows", limit_s=240)
+        until(seen, "the events that are awaited", limit_s=240)
         reader.close()
         assert command.poll() is None, (folder / "stderr").read_text()
     finally:
         command.send_signal(signal.SIGINT)
         command.wait()
-    found = [event for event in events if isinstance(event, Finding)]
+    return events
+
+
+def findings_of(folder: Path, cgroup: Path, *, held: list[int]) -> list[Finding]:
+    """Run until some seconds after the first finding about cores; return all findings."""
+
+    def enough(events: list[AnyEvent]) -> bool:
+        kinds = [event.kind if isinstance(event, Finding) else "" for event in events]
+        after = events[kinds.index("cpu_contention") :] if "cpu_contention" in kinds else []
+        return sum(isinstance(event, NodeSample) for event in after) >= SAMPLES_AFTER
+
+    found = [event for event in events_until(enough, folder, cgroup, held=held) if isinstance(event, Finding)]
     print(*[(each.state, each.kind, each.rank, each.cause, each.message, each.advice) for each in found], sep="\n")
     return found
 
@@ -133,3 +148,17 @@ def test_a_cpuset_with_fewer_cores_than_threads_is_named(tmp_path: Path, cgroup:
     assert first.message.endswith(f"on 1 core of {os.cpu_count()}, all that the cpuset of its cgroup allows")
     assert "cpuset.cpus of the cgroup" in first.advice
     assert "other processes" not in first.message
+
+
+def test_balanced_shares_follow_a_quota(tmp_path: Path, cgroup: MakeCgroup) -> None:
+    quota = cgroup("cpu", cfs_period_us="100000", cfs_quota_us="10000", max="10000 100000")
+
+    def enough(events: list[AnyEvent]) -> bool:
+        shares = [event.shares for event in events if isinstance(event, ShareChange)]
+        return bool(shares) and 2 * shares[-1][1] <= shares[-1][0]
+
+    batch = 'batch_size = "balanced"\nglobal_batch_size = 64'
+    events = events_until(enough, tmp_path, quota, held=[1], batch=batch)
+    changes = [event for event in events if isinstance(event, ShareChange)]
+    assert [each.cause for each in changes[:2]] == ["start", "measured"]
+    assert all(sum(each.shares) == 64 for each in changes)

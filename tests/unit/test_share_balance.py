@@ -10,7 +10,7 @@ import pytest
 
 from trainer.contract.balanced_shares import MIN_GAIN, WINDOW, ComputeTime, RankFit, ShareChoice, equal_shares
 from trainer.contract.record import Step
-from trainer.engine.share_balance import compute_ms
+from trainer.engine.rank_compute import compute_ms
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,11 @@ def test_compute_is_a_step_without_waits_for_others_and_for_a_core(
     step_ms: float | None, exposed_ms: float | None, core_wait_ms: dict[str, float] | None, expected: float | None
 ) -> None:
     step = a_step(step_ms, exposed_ms, core_wait_ms)
-    assert compute_ms(step) == expected
+    assert compute_ms(step, held_ms=0.0) == expected
+
+
+def test_what_a_quota_holds_back_is_compute() -> None:
+    assert compute_ms(a_step(10.0, 4.0, {"forward": 3.0}), held_ms=2.0) == 5.0
 
 
 def a_step(step_ms: float | None, exposed_ms: float | None, core_wait_ms: dict[str, float] | None) -> Step:
@@ -120,7 +124,7 @@ def simulate(machine: Machine, *, ranks: int, total: int, steps: int) -> list[tu
     changes: list[tuple[int, tuple[int, ...]]] = []
     for step in range(1, steps + 1):
         for rank, each in enumerate(values):
-            each.append(compute_ms(machine(step, rank, current[rank])) or 0.0)
+            each.append(compute_ms(machine(step, rank, current[rank]), held_ms=0.0) or 0.0)
         if now and (better := choice.add(now, current, [0] * ranks)) is not None:
             changes.append((step + 1, better))
             current, values = better, [[] for _ in range(ranks)]

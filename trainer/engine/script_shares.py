@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from trainer.contract.balanced_shares import MIN_GAIN, WINDOW, ComputeTime, equal_shares, shares, slowest_ms
 from trainer.contract.record import EventWriter, ShareChange
-from trainer.engine.share_balance import compute_ms
+from trainer.engine.rank_compute import RankCompute
 from trainer.telemetry.step_tracker import StepTracker
 
 
@@ -27,6 +27,7 @@ class ScriptShares:
         self._shares: tuple[int, ...] = ()
         self._change: ShareChange | None = None
         """The last change, until it was measured."""
+        self._compute = RankCompute()
         self._per_sample_ms: list[float] = []
         """Compute per sample in each step since the shares were judged last."""
         tracker.meter.keep_steps()
@@ -53,10 +54,11 @@ class ScriptShares:
 
     def _measured_ms(self) -> float:
         """Return this rank's median compute per sample, ms; 0 while too few steps were measured."""
+        steps = self._tracker.meter.take_steps()
         self._per_sample_ms += [
             ms / step.samples
-            for step in self._tracker.meter.take_steps()
-            if step.samples and (ms := compute_ms(step)) is not None
+            for step, ms in zip(steps, self._compute.of(steps), strict=True)
+            if step.samples and ms is not None
         ]
         return median(self._per_sample_ms) if len(self._per_sample_ms) >= WINDOW else 0.0
 

@@ -1,7 +1,7 @@
 """Balanced shares of the global batch: measured on each rank, agreed by all, changed at the same step everywhere.
 
-Each rank measures its compute in a step: the step's time without its waits for the gradients of others and for a core.
-The times travel with the agreement on stopping and saving, so that every rank decides alike, from the same numbers.
+Each rank measures its compute in a step, see ``rank_compute``. The times travel with the agreement on stopping and
+saving, so that every rank decides alike, from the same numbers.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from trainer.data.batches import EpochBatches, Update
 from trainer.data.loader import MicroBatch
 from trainer.engine import reports
 from trainer.engine.out_of_memory import BatchTrial, divides, in_parts
+from trainer.engine.rank_compute import RankCompute
 from trainer.engine.resuming import SavedShares
 from trainer.engine.worker_context import WorkerContext
 from trainer.telemetry.step_meter import StepMeter
@@ -39,19 +40,6 @@ _NUMBERS = 4
 """Numbers of a rank in an agreement: measurements with these shares, fixed and per-sample time, memory bound."""
 _PER_MS = 1e9
 """Times travel as whole picoseconds."""
-
-
-def compute_ms(step: Step) -> float | None:
-    """Return the compute of a step, ms: what other ranks do not wait for, and no other process takes; None: not known.
-
-    A wait for a core is left out. Processes beside the ranks take now one core and now another, for seconds: shares
-    that follow are late, and make it worse.
-    """
-    if step.step_ms is None or step.sync_exposed_ms is None:
-        return None
-    waits = step.core_wait_ms or {}
-    waited_ms = sum(waits.values()) - waits.get("sync", 0.0)
-    return max(step.step_ms - step.sync_exposed_ms - waited_ms, 1e-6)
 
 
 def measures_steps(options: Training, world_size: int) -> bool:
@@ -76,6 +64,7 @@ class ShareBalance:
         assert isinstance(train, EpochBatches), "a stream is refused"
         self._train = train
         self._fit = RankFit()
+        self._compute = RankCompute()
         self._recorded = None if options.shares_from is None else self._read(options.shares_from)
         """Shares by their first step, to be repeated; None measures."""
         self._longest = train.longest
@@ -164,11 +153,11 @@ class ShareBalance:
 
     def _measure(self, steps: Sequence[Step]) -> None:
         share = self._shares[self._ctx.rank]
-        for step in steps:
+        for step, ms in zip(steps, self._compute.of(steps), strict=True):
             micro_steps = self._made.pop(step.step, 0)  # none where the epoch's end has fewer samples
             if step.step < self._first_step or not micro_steps:
                 continue
-            if (ms := compute_ms(step)) is not None:
+            if ms is not None:
                 self._values.append(ms / micro_steps)
         # Between two agreements: shares change after the first step, and a device may not have done the last one.
         if len(self._values) >= WINDOW - 2:
