@@ -49,9 +49,26 @@ def recipe(
     paced = {"pause_s": PAUSE_S} if train.get("max_updates") == ENDLESS["max_updates"] else {}
     for table, values in (("train", TRAIN | train), ("task", TASK | paced | dict(task or {}))):
         lines += [f"[{table}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
+    return "\n".join([*lines, *_nodes(hosts, ranks)]) + "\n"
+
+
+def torch_free_recipe(hosts: Sequence[str | None], ranks: Sequence[int], *lines: str) -> str:
+    """Return a recipe of ranks without torch, for a test of what is around a training; lines of its ``[cluster]``."""
+    script = TESTS / "support" / "torch_free_rank.py"
+    text = [
+        'name = "several hosts"',
+        "[train]",
+        f"script = {json.dumps(str(script))}",
+        *(["[cluster]", *lines] if lines else []),
+    ]
+    return "\n".join([*text, *_nodes(hosts, ranks)]) + "\n"
+
+
+def _nodes(hosts: Sequence[str | None], ranks: Sequence[int]) -> list[str]:
+    lines = []
     for host, count in zip(hosts, ranks, strict=True):
         lines += ["[[cluster.nodes]]", *([f"host = {json.dumps(host)}"] if host else []), f"cpu_ranks = {count}"]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def flags(**train: Any) -> list[str]:

@@ -14,9 +14,10 @@ from waiting import LIMIT_S, until
 
 from gputrain_tui.history.record_tail import last_step
 from gputrain_tui.history.run_folders import Run, list_runs
-from trainer.contract.record import TrainingPlan, decode_events
+from trainer.contract.record import RankState, TrainingPlan, decode_events
 
-GATED = Path(__file__).parents[1] / "support" / "gated_task.py"
+SUPPORT = Path(__file__).parents[1] / "support"
+GATED = SUPPORT / "gated_task.py"
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 200
 
@@ -58,6 +59,14 @@ class Bench:
         path.write_text(f"{text}pause_s = 0.03\nupdates = {FOR_EVER}\n" if endless else text)
         return path
 
+    def torch_free_recipe(self, steps: int | None = None) -> Path:
+        """A recipe of ranks that train nothing, for a test of what is around a training; it may have no end."""
+        path = self.folder / "free.toml"
+        args = "" if steps is None else f'args = ["{steps}"]\n'
+        script = f'[train]\nscript = "{SUPPORT / "torch_free_rank.py"}"\n{args}'
+        path.write_text(f'name = "free"\n[[cluster.nodes]]\ncpu_ranks = 2\n{script}')
+        return path
+
     @property
     def gate(self) -> Path:
         """The file for which a gated training waits; beside the folder, whose disk may be full."""
@@ -97,10 +106,9 @@ class Bench:
 
 
 def rank_pid(run: Run, rank: int) -> int:
-    for line in run.dir.node_events(0).read_text().splitlines():
-        event = json.loads(line)
-        if event["type"] == "rank_state" and event["rank"] == rank and event["state"] == "spawned":
-            return int(event["pid"])
+    for event in decode_events(run.dir.node_events(0).read_bytes()):
+        if isinstance(event, RankState) and (event.rank, event.state) == (rank, "spawned") and event.pid is not None:
+            return event.pid
     raise AssertionError(f"rank {rank} was not spawned")
 
 

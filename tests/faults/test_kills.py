@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from bench import FOR_EVER, LIMIT_S, Bench, supervisor_pid, until
+from bench import LIMIT_S, Bench, supervisor_pid, until
 from pid_namespace import run_in_namespace
 
 from gputrain_tui.history.run_folders import Run, open_run
@@ -40,7 +40,7 @@ def successors(command: int) -> list[int]:
 
 
 def test_a_run_whose_supervisor_and_its_successor_are_killed_is_settled_by_the_command(bench: Bench) -> None:
-    command = bench.start("run", bench.recipe(FOR_EVER), "--json")
+    command = bench.start("run", bench.torch_free_recipe(), "--json")
     run = bench.await_training()
     os.kill(supervisor_pid(run), signal.SIGKILL)
     until(lambda: successors(command.pid))
@@ -59,7 +59,7 @@ def test_a_run_whose_supervisor_and_its_successor_are_killed_is_settled_by_the_c
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     bench = Bench(tmp_path_factory.mktemp("ended"))
-    assert bench.call("run", bench.recipe()).returncode == 0
+    assert bench.call("run", bench.torch_free_recipe(5)).returncode == 0
     return bench
 
 

@@ -10,7 +10,7 @@ import pytest
 from bench import Bench
 from pid_namespace import run_in_namespace
 from test_node_agent import RunningNodeAgent, start as start
-from waiting import LIMIT_S, until
+from waiting import LIMIT_S, until, written
 
 from gputrain_tui.lifecycle.leftovers import processes_of
 from trainer.host.proc_files import CGROUP
@@ -60,8 +60,7 @@ def test_the_orphans_of_a_single_rank_are_reaped_and_its_own_children_are_not(be
     )
     process = bench.start("run", recipe)
     run = until(bench.runs)[0]
-    until((run.dir.path / "made").exists)
-    assert (run.dir.path / "made").read_text() == "0"
+    assert written(run.dir.path / "made") == "0"
 
     def zombies() -> list[int]:
         return [zombie for pid in processes_of(run.dir.path) for zombie in zombies_of(pid)]

@@ -146,16 +146,18 @@ def test_a_run_whose_directory_is_deleted_ends_with_the_reason(bench: Bench, wor
 
 
 @pytest.mark.parametrize(
-    ("victim", "words"),
+    ("victim", "words", "trains"),
     [
-        (supervisor_pid, "supervisor was killed"),
-        (node_agent_pid, "SIGKILL"),
-        (lambda run: rank_pid(run, 1), "SIGKILL"),
+        (supervisor_pid, "supervisor was killed", False),
+        (node_agent_pid, "SIGKILL", False),
+        (lambda run: rank_pid(run, 1), "SIGKILL", True),  # the other rank fails too, for want of this one
     ],
     ids=["supervisor", "node parent", "rank"],
 )
-def test_killing_a_part_of_the_run_ends_all_of_it(bench: Bench, victim: Callable[[Run], int], words: str) -> None:
-    process = bench.start("run", bench.recipe(FOR_EVER))
+def test_killing_a_part_of_the_run_ends_all_of_it(
+    bench: Bench, victim: Callable[[Run], int], words: str, trains: bool
+) -> None:
+    process = bench.start("run", bench.recipe(FOR_EVER) if trains else bench.torch_free_recipe())
     run = bench.await_training()
     os.kill(victim(run), signal.SIGKILL)
     _, err = process.communicate(timeout=LIMIT_S)

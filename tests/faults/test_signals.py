@@ -131,7 +131,7 @@ def test_ctrl_c_reaches_a_supervisor_that_a_signal_has_stopped(bench: Bench) -> 
 
 
 def test_ctrl_c_ends_a_run_whose_supervisor_nothing_can_reach(bench: Bench) -> None:
-    process = bench.start("run", bench.recipe(FOR_EVER))
+    process = bench.start("run", bench.torch_free_recipe())
     run = bench.await_training()
     with traced(supervisor_pid(run)):
         process.send_signal(signal.SIGINT)
@@ -176,7 +176,7 @@ def test_ctrl_c_that_also_ends_the_reader_of_the_output_still_saves(bench: Bench
 
 def test_a_closed_output_pipe_does_not_end_a_run(bench: Bench) -> None:
     reader, writer = os.pipe()
-    process = bench.start("run", bench.recipe(200), "--set", "train.save_every_updates=20", stderr=writer)
+    process = bench.start("run", bench.torch_free_recipe(100), stderr=writer)
     os.close(writer)
     bench.await_training()
     os.close(reader)
@@ -200,7 +200,7 @@ def test_json_whose_reader_goes_away_ends_the_run_once_it_is_saved(bench: Bench)
 def test_a_full_disk_behind_the_output_changes_nothing_about_the_run(bench: Bench, words: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         streams = {"stdout": full} if words else {"stdout": full, "stderr": full}
-        process = bench.start("run", bench.recipe(), *words, **streams)
+        process = bench.start("run", bench.torch_free_recipe(5), *words, **streams)
         _, err = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, bench.runs()[0].state) == (0, "finished")
     assert not words or "cannot write standard output: No space left on device" in err

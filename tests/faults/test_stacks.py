@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,22 +74,23 @@ def place(code: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def stacks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stacks]:
-    """A run that no test may harm."""
-    with stacks_in(Bench(tmp_path_factory.mktemp("stacks"))) as run:
-        yield run
-
-
-@contextmanager
-def stacks_in(bench: Bench) -> Iterator[Stacks]:
-    run = Stacks(bench)
-    try:
-        yield run
-    finally:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Stacks]]:
+    """The runs that tests have begun; the newest may go on."""
+    runs: list[Stacks] = []
+    yield runs
+    for run in runs:
         if run.process.poll() is None:
             for _ in range(2):
                 run.process.send_signal(signal.SIGINT)
         run.process.communicate(timeout=LIMIT_S)
+
+
+@pytest.fixture
+def stacks(running: list[Stacks], tmp_path_factory: pytest.TempPathFactory) -> Stacks:
+    """A run that goes on, shared by tests until one ends it."""
+    if not running or running[-1].process.poll() is not None:
+        running.append(Stacks(Bench(tmp_path_factory.mktemp("stacks"))))
+    return running[-1]
 
 
 def check_native_frames(stacks: Stacks) -> None:
@@ -127,24 +127,6 @@ def test_each_rank_answers_or_says_why_not_and_the_run_is_unharmed(stacks: Stack
     assert "the script's own handler ran" not in logs
 
 
-def test_a_stopped_process_is_named_as_stopped_and_the_record_keeps_all(bench: Bench) -> None:
-    with stacks_in(bench) as stacks:
-        pid = rank_pid(stacks.run, 5)
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            _, answer = stacks.call("--rank", "4", "--rank", "5")
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        assert [(group["ranks"], group["problem"]) for group in answer["groups"]] == [
-            ([4], ""),
-            ([5], "the process is stopped (state T)"),
-        ]
-        subprocess.run(["kill", str(rank_pid(stacks.run, 0))], check=True)
-        stacks.process.communicate(timeout=LIMIT_S)
-        code, kept = stacks.call("--rank", "4")
-        assert (code, kept["groups"]) == (1, [group for group in answer["groups"] if group["ranks"] == [4]])
-
-
 @played
 async def test_the_console_asks_all_ranks_shows_their_answers_as_they_come_and_stays_free(stacks: Stacks) -> None:
     app = console(stacks.run)
@@ -174,3 +156,20 @@ async def test_the_console_asks_all_ranks_shows_their_answers_as_they_come_and_s
         assert more is not None
         assert "\n  event-writer\n" in more.text
     assert stacks.process.poll() is None
+
+
+def test_a_stopped_process_is_named_as_stopped_and_the_record_keeps_all(stacks: Stacks) -> None:
+    pid = rank_pid(stacks.run, 5)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        _, answer = stacks.call("--rank", "4", "--rank", "5")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert [(group["ranks"], group["problem"]) for group in answer["groups"]] == [
+        ([4], ""),
+        ([5], "the process is stopped (state T)"),
+    ]
+    subprocess.run(["kill", str(rank_pid(stacks.run, 0))], check=True)
+    stacks.process.communicate(timeout=LIMIT_S)
+    code, kept = stacks.call("--rank", "4")
+    assert (code, kept["groups"]) == (1, [group for group in answer["groups"] if group["ranks"] == [4]])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from stand_in_runs import stand_in_run
-from waiting import LIMIT_S, until
+from waiting import LIMIT_S, until, written
 
 from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.run_folders import Run
@@ -94,7 +94,7 @@ def test_a_command_that_hangs_is_killed_with_its_child_processes(
 def test_a_signal_ends_the_wait_for_the_command_at_the_end(tmp_path: Path) -> None:
     run = stand_in_run(tmp_path / "runs", "finish", recipe=on_end_recipe("echo begun; exec sleep 600"))
     supervisor = start_supervisor(run.dir, leased=False)
-    until(lambda: run.dir.on_end_log.exists() and run.dir.on_end_log.read_text())
+    written(run.dir.on_end_log)
     supervisor.send_signal(signal.SIGTERM)
     assert supervisor.wait(LIMIT_S) == 0
     assert "report.on_end was killed before it ended" in str(ended(run).message)
@@ -106,7 +106,7 @@ def test_an_adopted_run_reports_its_end_once(tmp_path: Path) -> None:
     killed_supervisor(run)
     adopt(run)
     (run.dir.path / "go").touch()
-    until(lambda: run.dir.on_end_log.exists() and run.dir.on_end_log.read_text())
+    written(run.dir.on_end_log)
     (supervisor,) = leftovers.supervisors_of(run.dir.path)
     os.kill(supervisor, signal.SIGKILL)  # while the command runs
     until(lambda: not leftovers.supervisors_of(run.dir.path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 LIMIT_S = 300.0
@@ -19,3 +20,8 @@ def until(happened: Callable[[], Any], condition: str = "it", limit_s: float = L
         time.sleep(max(0.01, 2 * (looked - begun)))
         begun = time.monotonic()
     return value
+
+
+def written(path: Path) -> str:
+    """Wait until a file has been written, and return its text; of a file that is there nothing may be written yet."""
+    return str(until(lambda: path.exists() and path.read_text(), f"the text of {path}"))
