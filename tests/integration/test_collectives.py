@@ -114,6 +114,16 @@ def every_operation(rank: int, step: int) -> Any:
     ]  # fmt: skip
 
 
+def futures(rank: int, step: int) -> Any:
+    """Works whose futures are waited for: of one, of what follows it, and of several together."""
+    ones = [torch.full((4,), rank + 1.0) for _ in range(5)]
+    made = [dist.all_reduce(each, async_op=True).get_future() for each in ones]  # type: ignore[union-attr]
+    made[0].wait()
+    halves = made[1].then(lambda future: future.value()[0] / 2).wait()
+    together = torch.futures.collect_all(made[2:4]).wait()
+    return [ones, halves, [each.value()[0] for each in together], torch.futures.wait_all(made[4:])]
+
+
 def functional(rank: int, step: int) -> Any:
     import torch.distributed._functional_collectives as functions
 
@@ -205,6 +215,7 @@ SCRIPTS: dict[Extra, dict[str, dict[str, float]]] = {
             "barrier": 2 * FOUR,
         }
     },
+    futures: {"world": {"all_reduce": 5 * FOUR}},
     functional: {"world": {"all_reduce": FOUR, "all_gather": FOUR, "reduce_scatter": FOUR}},
     objects: {"world": {"all_gather_object": FOUR}},
     raising: {"world": {"all_reduce": FOUR}},
@@ -277,9 +288,22 @@ def timed(rank: int, step: int) -> Any:
     return 1e3 * (blocked + time.perf_counter() - begin)
 
 
-def test_waits_are_those_of_a_timer_around_them_and_the_late_rank_has_its_own_time(gang: Gang, tmp_path: Path) -> None:
+def timed_by_future(rank: int, step: int) -> Any:
+    """The same, of two works of which the futures are waited for together."""
+    if rank == 1:
+        time.sleep(0.04)
+    works: list[Any] = [dist.all_reduce(torch.ones(2), async_op=True) for _ in range(2)]
+    begin = time.perf_counter()
+    torch.futures.collect_all([work.get_future() for work in works]).wait()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+@pytest.mark.parametrize("timer", [timed, timed_by_future])
+def test_waits_are_those_of_a_timer_around_them_and_the_late_rank_has_its_own_time(
+    gang: Gang, tmp_path: Path, timer: Extra
+) -> None:
     steps = 11
-    waited_ms = gang.run(_run, str(tmp_path), timed, steps)[0][:steps]
+    waited_ms = gang.run(_run, str(tmp_path), timer, steps)[0][:steps]
     exposed_ms = [
         ms
         for event in _events(tmp_path, 0)

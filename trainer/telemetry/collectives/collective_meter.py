@@ -62,7 +62,7 @@ class CollectiveMeter:
         self._step = StepCollectives(self.names.named, detailed=False)
         self._seen = False
         self._works: dict[int, tuple[ref[Any], Call]] = {}
-        """Calls by the address of their ``Work``."""
+        """Calls by the address of their ``Work``, and of the futures made of it."""
         self._tensors: dict[int, Call] = {}
         """Calls by the address of the storage of their results."""
         self._outer: Call | None = None
@@ -147,8 +147,20 @@ class CollectiveMeter:
         except Exception as error:  # noqa: BLE001 - as above
             self.fail(error)
 
+    def stands_for(self, made_of: Sequence[Any], future: Any) -> None:
+        """Waiting for a future is waiting for the last of the works or futures that it is made of."""
+        if not self._followed():
+            return
+        try:
+            known = [self._works.get(id(each)) for each in made_of]
+            calls = [found[1] for found, each in zip(known, made_of, strict=True) if found and found[0]() is each]
+            if calls:
+                self._works[id(future)] = ref(future), calls[-1]
+        except Exception as error:  # noqa: BLE001 - as above
+            self.fail(error)
+
     def begin_wait(self, work: Any) -> Call | None:
-        """Follow the wait for a work; None where its call is not followed."""
+        """Follow the wait for a work or a future; None where its call is not followed."""
         try:
             if (get_ident() != self._thread or self._streams is not None or _comm_hooks) and not self._followed():
                 return None
@@ -175,8 +187,9 @@ class CollectiveMeter:
 
     def end_wait(self, call: Call) -> None:
         try:
+            last = not call.waited  # a work and its future may both be waited for
             call.waited = True
-            self._end(call, True)
+            self._end(call, last)
         except Exception as error:  # noqa: BLE001 - as above
             self.fail(error)
 

@@ -1,10 +1,10 @@
 """Wrappers around the calls through which a script's collectives go.
 
-Functions of ``torch.distributed`` end in methods of ``ProcessGroup`` and wait by ``Work.wait``: both classes are
-torch's own, written in C++, and their methods are replaced in the class. So calls are seen whatever name they were
-imported by, and whoever calls them; what C++ calls, as DDP its buckets, does not pass here. The functions themselves
-stay what they are, since torch.compile rewrites calls of them. Functional collectives go straight to C++, so their
-Python functions are wrapped, and torch.compile is shown the originals.
+Functions of ``torch.distributed`` end in methods of ``ProcessGroup`` and wait by ``Work.wait`` or by a work's future:
+these classes are torch's own, written in C++, and their methods are replaced in the class. So calls are seen whatever
+name they were imported by, and whoever calls them; what C++ calls, as DDP its buckets, does not pass here. The
+functions themselves stay what they are, since torch.compile rewrites calls of them. Functional collectives go straight
+to C++, so their Python functions are wrapped, and torch.compile is shown the originals.
 
 torch 2.14 has hooks of its own (``ProcessGroup.register_pre_hook``): they also see what C++ calls, so that DDP's
 buckets would count twice, and not the waits.
@@ -110,6 +110,11 @@ def wrap_calls(meter: CollectiveMeter) -> None:
         _replace(c10d.ProcessGroup, name, functools.partial(_call, meter, operation, index))
     _replace(c10d.ProcessGroup, "_end_coalescing", functools.partial(_end_coalescing, meter))
     _replace(c10d.Work, "wait", functools.partial(_wait, meter))
+    _replace(c10d.Work, "get_future", functools.partial(_future, meter))
+    futures: Any = torch._C
+    _replace(futures.Future, "then", functools.partial(_future, meter))
+    _replace(futures.Future, "wait", functools.partial(_wait, meter))
+    futures._collect_all = _collect_all(meter, futures._collect_all)
     _replace(torch.cuda.Event, "record", functools.partial(_record_event, meter))
     _replace(torch.cuda.Event, "wait", functools.partial(_wait_event, meter))
     functions: Any = importlib.import_module("torch.distributed.distributed_c10d")
@@ -197,6 +202,29 @@ def _wait(meter: CollectiveMeter, name: str, original: Any) -> Function:
         finally:
             meter.end_wait(begun)
 
+    return wrapper
+
+
+def _future(meter: CollectiveMeter, name: str, original: Any) -> Function:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        future = original(self, *args, **kwargs)
+        if meter.on:
+            meter.stands_for((self,), future)
+        return future
+
+    return wrapper
+
+
+def _collect_all(meter: CollectiveMeter, original: Function) -> Function:
+    """Wrap what makes one future of several, for ``torch.futures.collect_all`` and ``wait_all``."""
+
+    def wrapper(futures: Any) -> Any:
+        future = original(futures)
+        if meter.on:
+            meter.stands_for(futures, future)
+        return future
+
+    leave_uncompiled(wrapper, callees=False)
     return wrapper
 
 

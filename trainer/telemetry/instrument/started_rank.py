@@ -171,9 +171,9 @@ class _End:
 
         @functools.wraps(leave)
         def exit(status: Any = None, /) -> None:
-            # multiprocessing and torch end a process by it, torch while it handles the exception.
+            # torch ends a process by it while it handles the exception, and multiprocessing then with the same code.
             self._code = status if isinstance(status, int) else int(status is not None)
-            self._error = sys.exception()
+            self._error = sys.exception() or self._error
             leave(status)
 
         @functools.wraps(leave_at_once)
