@@ -61,9 +61,10 @@ class Place:
             stdout=(self.folder / "output").open("w"), stderr=subprocess.STDOUT,
         )  # fmt: skip
 
-    def processes(self) -> dict[int, str]:
-        """What runs on the hosts besides their daemons."""
-        found = {pid: words for host in self.hosts for pid, words in host.processes().items()}
+    def processes(self, *, without: str = "") -> dict[int, str]:
+        """What runs on the hosts, one perhaps left out, besides their daemons."""
+        hosts = [host for host in self.hosts if host.name != without]
+        found = {pid: words for host in hosts for pid, words in host.processes().items()}
         return {
             pid: words
             for pid, words in found.items()

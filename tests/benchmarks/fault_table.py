@@ -58,6 +58,8 @@ class Fault:
     slurm_table: Sequence[str] = ()
     goes_on: bool = False
     """Whether all ranks are to train again."""
+    silent: str = ""
+    """Host that stays silent: it ends its ranks by itself, so only what is left there is counted."""
     finishes_on: Sequence[str] = ()
     """Hosts of the ranks on which an epoch is to be finished; the fault then is at a random step of it."""
 
@@ -141,6 +143,7 @@ FAULTS = (
         mend=lambda trial: trial.host(2).link("up"),
         cause=r"h3 with rank 2 lost",
         places=("ssh",),
+        silent="h3",
     ),
     Fault(
         name="host silent, spare = h4",
@@ -232,9 +235,14 @@ def watch(fault: Fault, trial: Trial, ranks: int, before: int) -> Result:
     while time.time() < deadline and result.over_s is None:
         if fault.goes_on and trains_again(trial, ranks):
             result.over_s = time.time() - trial.struck
-        if not fault.goes_on and trial.command.poll() is not None and not place.processes():
+        is_over = not fault.goes_on and trial.command.poll() is not None
+        if is_over and not place.processes(without=fault.silent):
             result.over_s = time.time() - trial.struck
         time.sleep(0.05)
+    if fault.silent:
+        with suppress(AssertionError):  # they are counted below
+            wait_until(lambda: not trainers(place.processes()), "the silent host has ended its ranks")
+        print(f"no rank on {fault.silent} after {time.time() - trial.struck:.1f} s", file=sys.stderr)
     noticed = [
         float(event["time"])
         for name in ("run", *(path.stem for path in (trial.record / "events").glob("node-*.ndjson")))
@@ -243,6 +251,7 @@ def watch(fault: Fault, trial: Trial, ranks: int, before: int) -> Result:
     ]
     result.noticed_s = min(noticed) - trial.struck if noticed else None
     left = {} if fault.goes_on else place.processes()
+    left = trainers(left) if fault.silent else left
     result.left = len(left)
     result.said = "".join(f"left: {words}\n" for words in left.values())
     result.exit_code = None if fault.goes_on else trial.status().get("exit_code")
@@ -267,6 +276,11 @@ def watch(fault: Fault, trial: Trial, ranks: int, before: int) -> Result:
         result.said += f"{trial.status().get('message')}\n{(place.folder / 'output').read_text()}"
         result.is_right = re.search(fault.cause, result.said) is not None
     return result
+
+
+def trainers(processes: dict[int, str]) -> dict[int, str]:
+    """Return those that are not of a host's connection, which ends when the host can be reached."""
+    return {pid: words for pid, words in processes.items() if not words.startswith(("python3 -I -c", "sshd"))}
 
 
 def trains_again(trial: Trial, ranks: int) -> bool:
@@ -379,10 +393,12 @@ class Table:
     def fill(self, place: Place) -> None:
         for fault in FAULTS:
             if place.name in fault.places and self.only in f"{fault.name} {place.name}":
-                results = [run_trial(fault, place) for _ in range(self.times)]
+                results = []
+                for _ in range(self.times):
+                    results.append(result := run_trial(fault, place))
+                    print(fault.name, place.name, replace(result, said=""), file=sys.stderr, flush=True)
                 self.print(row(fault.name, place.name, results))
                 for result in results:
-                    print(fault.name, place.name, replace(result, said=""), file=sys.stderr)
                     if not result.is_right or result.left:
                         print(f"said: {result.said[:300]} … {result.said[-1200:]}", file=sys.stderr)
 

@@ -401,7 +401,8 @@ def test_a_network_that_is_cut_between_two_hosts_is_named_and_nothing_of_gloo(
 
 
 @pytest.mark.slow
-def test_a_restart_waits_for_a_lost_host_and_spends_no_try_on_it(cluster: SshCluster) -> None:
+@pytest.mark.parametrize("supervisor", ["lives", "is killed"])
+def test_a_restart_waits_for_a_lost_host_and_spends_no_try_on_it(cluster: SshCluster, supervisor: str) -> None:
     cluster.write("host_timeout = 8", "max_restarts = 1", **ENDLESS, save_every_updates=100)
     command = cluster.start("run", "recipe.toml")
     cluster.train(command)
@@ -409,6 +410,9 @@ def test_a_restart_waits_for_a_lost_host_and_spends_no_try_on_it(cluster: SshClu
     run_events = cluster.record / "events" / "run.ndjson"
     wait_until(lambda: '"node_lost"' in run_events.read_text(), "h3 is lost", [command])
     lost = time.time()
+    if supervisor == "is killed":
+        wait_until(lambda: cluster.findings("awaits_hosts"), "it is waited for", [command])
+        os.kill(cluster.supervisor(), signal.SIGKILL)
     wait_until(lambda: time.time() - lost > 20, "twenty seconds have passed", [command])
     assert cluster.status().get("restarts", 0) == 0
     cluster.h3.link("up")
@@ -418,6 +422,7 @@ def test_a_restart_waits_for_a_lost_host_and_spends_no_try_on_it(cluster: SshClu
     output, _ = command.communicate(timeout=LIMIT_S)
     assert command.returncode == 130, output
     assert cluster.status()["restarts"] == 1
+    assert cluster.findings("host_silent")[-1] == "cleared"
 
 
 @pytest.mark.parametrize("supervisor", [pytest.param("lives", marks=pytest.mark.slow), "is gone"])

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,11 +21,11 @@ from gputrain_tui.lifecycle import leftovers
 from gputrain_tui.lifecycle.supervisor_process import adopt, start_supervisor
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
-from trainer.contract.record import Event, Failure, RunEnded, RunStarted
+from trainer.contract.record import Event, Failure, Finding, RunEnded, RunStarted, encode_event
 
 MakeRun = Callable[..., Run]
 NONE = "none found"
-"""Processes left of a run that was taken over: a stand-in records no end of an agent, which would have ended all."""
+"""Processes left where not all may be known, as of a run that was taken over: a stand-in records no agent's end."""
 
 
 @pytest.fixture
@@ -433,6 +434,18 @@ def test_stop_reaches_a_node_agent_that_a_signal_has_stopped(make_run: MakeRun, 
     assert (done.returncode, done.stdout) == (0, f"{run.id} is stopped; processes left: {none}\n")
     supervisor.wait(LIMIT_S)
     assert (run.dir.path / "saved").exists()
+
+
+def test_of_a_host_that_is_silent_stop_does_not_say_that_nothing_is_left(make_run: MakeRun) -> None:
+    run = make_run("saves")
+    supervisor = waiting_run(run)
+    (run.dir.path / "go").touch()
+    silent = Finding(time=time.time(), kind="host_silent", rank=0, host="h2", message="no contact with h2")
+    with run.dir.run_events.open("ab") as file:
+        file.write(encode_event(silent))
+    done = stop(run)
+    assert (done.returncode, done.stdout) == (0, f"{run.id} is stopped; processes left: {NONE}\n")
+    supervisor.wait(LIMIT_S)
 
 
 def test_a_run_whose_directory_is_deleted_ends(make_run: MakeRun, tmp_path: Path) -> None:

@@ -10,14 +10,16 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gputrain_tui.headless import safe_stream
 from gputrain_tui.headless.foreground import JsonStream, conclude
 from gputrain_tui.headless.safe_stream import MAX_BACKLOG_BYTES, SafeStream
 from gputrain_tui.history.run_folders import Run, create
+from gputrain_tui.history.status_file import write_status
 from gputrain_tui.state import RunState
-from trainer.contract.record import Step, encode_event
+from trainer.contract.record import Finding, RunEnded, Step, encode_event
 
 
 @pytest.fixture
@@ -31,6 +33,20 @@ def pipe() -> Iterator[tuple[int, int]]:
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     return create("demo", world_size=1, recipe_toml="", plan=lambda _: b"{}", root=tmp_path)
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_no_process_is_left_is_said_of_the_hosts_that_answer(pipe: tuple[int, int], run: Run, is_silent: bool) -> None:
+    state = RunState(world_size=1)
+    if is_silent:
+        state.apply(Finding(time=1.0, kind="host_silent", rank=0, host="h2", message="no contact with h2"))
+    state.apply(RunEnded(time=2.0, status="stopped", exit_code=130, message="stopped by SIGINT", elapsed_ms=1e3))
+    write_status(run.dir, msgspec.structs.replace(run.status, status="stopped", message="stopped by SIGINT"))
+    with os.fdopen(os.dup(pipe[1]), "w") as stream:
+        out, err = SafeStream(stream), SafeStream(stream)
+        conclude(run, 130, state, for_people=False, environ={}, out=out, err=err, is_interrupted=lambda: False)
+    text = os.read(pipe[0], 1 << 16).decode()
+    assert text.endswith("no process of the run is left" + " on the hosts that answer" * is_silent + "\n")
 
 
 def test_output_longer_than_a_pipe_arrives_in_order(pipe: tuple[int, int]) -> None:
