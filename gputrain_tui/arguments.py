@@ -51,6 +51,10 @@ class FlagParser(argparse.ArgumentParser):
             flag = word.partition("=")[0]
             known = [text for action in self.actions for text in action.option_strings]
             guess = nearest(flag, known) or f"; see `{self._program} --help`"
+            if self._where == "run: ":
+                guess += (
+                    "; a script's own options are train.args, and `gputrain init -- COMMAND` translates a launcher's"
+                )
             raise RequestError(f"{self._where}{flag} is not a known option{guess}")
         assert isinstance(args, argparse.Namespace)
         return args

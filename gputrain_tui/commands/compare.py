@@ -41,6 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="compare the newest N runs of one recipe with those of another, by their names: made in turns, "
         "A B A B A B",
     )
+    parser.add_argument("--strict", action="store_true", help="exit with 1 also on a limit that cannot be told")
     parser.add_argument("--anyway", action="store_true", help="compare runs of other hardware or ranks, too")
     add_form(parser)
 
@@ -91,7 +92,7 @@ def run(args: Namespace) -> int:
             how = {True: "exceeds", False: "may exceed", None: "cannot be checked by"}[limit.exceeded]
             print_message(f"{limit.run} {how} {limit.condition}: {limit.text}")
     results = [limit.exceeded for limit in comparison.limits]
-    if True in results:
+    if True in results or (args.strict and not all(limit.decided for limit in comparison.limits)):
         return ExitCode.FAILED
     return ExitCode.BAD_REQUEST if None in results else ExitCode.FINISHED
 

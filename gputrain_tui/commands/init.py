@@ -50,6 +50,10 @@ def run(args: Namespace) -> int:
         new = _from_answers()
     if args.output not in (None, "-"):
         new = replace(new, name=Path(args.output).stem)
+    script = new.train.get("script")
+    if script and not Path(script).exists():
+        note = f"{script} is not here: a script's path is relative to the folder in which gputrain is started"
+        new = replace(new, notes=(*new.notes, note))
     output = args.output or file_name(new.name)
     text = new.text(file=output if output != "-" else "RECIPE")
     build(text, name=output)

@@ -181,9 +181,9 @@ class GputrainApp(OrderedKeys):
 
     def tick(self) -> None:
         """Repaint the changed panels of the active screen, or of the one behind a dialog or the palette."""
-        tick = getattr(self.screen, "tick", None) or getattr(self.screen_stack[0], "tick", None)
-        if tick is not None:
-            tick()
+        screen = self.screen if hasattr(self.screen, "tick") else self.screen_stack[0]
+        if hasattr(screen, "tick") and screen.is_mounted:  # one that was opened just now has no panels yet
+            screen.tick()
 
     def _read_on(self) -> None:
         """Read one portion of the record, and schedule the next while there is a backlog."""

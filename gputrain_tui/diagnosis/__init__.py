@@ -33,13 +33,20 @@ from gputrain_tui.diagnosis.uneven_speeds import UnevenSpeeds
 from gputrain_tui.state import RunState
 from trainer.contract.record import Failure, Finding
 
-__all__ = ["HISTORY", "KINDS", "Diagnosis"]
+__all__ = ["HISTORY", "KINDS", "OTHER_KINDS", "Diagnosis"]
 
 KINDS = frozenset((
     "straggler", "imbalance", "input_bound", "communication_bound", "cpu_contention", "memory_creep", "non_finite",
     "loss_spike", "outside_torch", "stalled", "gpu_throttled", "desync", "uneven_speeds",
 ))  # fmt: skip
 """Kinds of findings that this package raises; ``desync`` is also raised by ranks that compare themselves."""
+OTHER_KINDS = frozenset((
+    "checkpoint_lost", "data_changed", "host_silent", "metrics_left_out", "no_gradient", "no_process_group",
+    "non_finite_validation", "not_compared", "not_compiled", "not_diagnosed", "not_measured", "not_optimized",
+    "not_reported", "not_resumed", "port_taken", "recompiled", "record_incomplete", "requeued", "restarted",
+    "slow_with_one_sample", "unused_parameters",
+))  # fmt: skip
+"""Kinds that ranks, node agents and supervisors raise by themselves."""
 
 Key = tuple[str, int | None]
 T = TypeVar("T")

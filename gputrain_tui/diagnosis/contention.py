@@ -107,7 +107,10 @@ def _symptom(samples: Sequence[NodeSample], *, alone: bool, step: int, set_threa
         return None
     who = f"the {ranks} ranks on {newest.host} wait" if ranks > 1 else f"the rank on {newest.host} waits"
     taken = others >= limit.MIN_OTHERS_SHARE * cores
-    and_others = f", {others:.1f} of them in other processes," if taken else ""
+    used = f"{cores} core{'s' * (cores != 1)}"
+    busy = f"{own + others:.1f} threads are busy on {used}"
+    if taken:
+        busy = f"{own:.1f} threads of the ranks are busy, and other processes use {others:.1f} of {used}"
     threads = max(1, int((cores - others if taken else cores) / ranks))
     is_set = 0 < set_threads <= threads
     workers = None if newest.ranks[0].children is None else sum(rank.children or 0 for rank in newest.ranks)
@@ -129,8 +132,7 @@ def _symptom(samples: Sequence[NodeSample], *, alone: bool, step: int, set_threa
         severity="info" if not remedies else "critical" if share >= limit.CRITICAL_CORE_WAIT_SHARE else "warning",
         cause="cpuset" if in_cpuset else "cpu_affinity" if kept_from else "core_wait",
         step=step,
-        message=f"{who} {percent(share)} of the time for a free core: {own + others:.1f} threads{and_others} are busy "
-        f"on {cores} core{'s' * (cores != 1)}{of_machine}",
+        message=f"{who} {percent(share)} of the time for a free core: {busy}{of_machine}",
         evidence={
             "core_wait_share": share,
             "busy_threads": own + others,

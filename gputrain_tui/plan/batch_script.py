@@ -49,7 +49,7 @@ def sbatch_arguments(
         if not all(map(is_pending, hosts)):
             arguments.append(f"--nodelist={','.join(hosts)}")
         if gpus:
-            arguments.append(f"--gpus-per-node={options.gpu_type + ':' if options.gpu_type else ''}{gpus}")
+            arguments.append(_gpus_per_node(gpus, options))
         arguments += options.extra
     if options.requeue:
         arguments[:0] = ["--requeue", f"{SIGNAL}{save_before_limit_s(options.time, saving_s)}"]
@@ -189,7 +189,7 @@ def script(plan: Plan, *, name: str, options: SlurmOptions | None = None, saving
     if named:
         head.append(f"#SBATCH --nodelist={printable(','.join(hosts))}")  # a line break would begin a line of its own
     if counts[0] and len(set(counts)) == 1:
-        head.append(f"#SBATCH --gpus-per-node={counts[0]}")
+        head.append(f"#SBATCH {printable(shell_quoted(_gpus_per_node(counts[0], options)))}")
     limit = None if options is None else options.time
     head.append("# Time to save before the limit: the signal goes to the steps, which end.")
     head.append(f"#SBATCH --signal=USR1@{save_before_limit_s(limit, saving_s)}")
@@ -257,6 +257,11 @@ def _command(arguments: Sequence[str], plan: Plan, named: bool) -> str:
         else:
             texts.append(shell_quoted(word))
     return " ".join(texts)
+
+
+def _gpus_per_node(count: int, options: SlurmOptions | None) -> str:
+    kind = "" if options is None or options.gpu_type is None else f"{options.gpu_type}:"
+    return f"--gpus-per-node={kind}{count}"
 
 
 def _gpus(node: PlannedNode) -> int:

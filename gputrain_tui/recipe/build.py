@@ -283,7 +283,8 @@ def _train(source: Source) -> tuple[Training, Distributed, Script | None]:
     if not table.keys() & set(Script.__struct_fields__):
         if not train.task:
             where, tasks = source.where(("train", "task")), ", ".join(BUILT_IN)
-            raise RequestError(f"{where} is missing: {tasks}, or your own as module:Class or path.py:Class")
+            own = "or your own as module:Class or path.py:Class; for a script set train.script instead"
+            raise RequestError(f"{where} is missing: {tasks}, {own}")
         return train, launch, None
     script = options(Script, Script.__struct_fields__)
     require_one_launcher(script, where=lambda name: source.where(("train", name)))

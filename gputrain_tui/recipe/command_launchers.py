@@ -141,16 +141,21 @@ def _torchrun(command: LaunchCommand, flags: dict[str, str], _: Context) -> None
     nodes = parse_number(most or least, "nnodes")
     if colon and least != most:
         command.notes.append(f"--nnodes {least}:{most} is elastic; the recipe always has {nodes} nodes")
-    match pop_flag(flags, "nproc_per_node") or "1":
-        case "gpu" | "auto":
+    per_node = pop_flag(flags, "nproc_per_node")
+    match "1" if per_node is None else per_node:
+        case "gpu" | "auto" as kind:
             ranks: dict[str, Any] = {"gpus": "all"}
+            if kind == "auto":
+                command.notes.append("--nproc-per-node auto is one rank per GPU: without GPUs set cpu_ranks instead")
         case "cpu":
             ranks = {"cpu_ranks": 1}
             command.notes.append("--nproc-per-node cpu is one rank per core: set cpu_ranks to the number of cores")
-        case per_node if per_node.isdecimal():
-            ranks = {"ranks": parse_number(per_node, "nproc_per_node")}
-        case per_node:
-            raise RequestError(f"--nproc-per-node is {quoted(per_node)}, but must be a number, gpu, cpu or auto")
+        case number if number.isdecimal():
+            ranks = {"ranks": parse_number(number, "nproc-per-node")}
+        case other:
+            raise RequestError(
+                f"--nproc-per-node is {quoted(other)}, but must be a whole number, at least 1, or gpu, cpu or auto"
+            )
     address, port = pop_flag(flags, "master_addr"), pop_flag(flags, "master_port")
     if endpoint := pop_flag(flags, "rdzv_endpoint"):
         host, number = endpoint.rsplit(":", 1) if re.search(r":\d+$", endpoint) else (endpoint, "")

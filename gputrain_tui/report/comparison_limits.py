@@ -9,6 +9,7 @@ from math import inf
 
 from msgspec.structs import replace
 
+from gputrain_tui.diagnosis import KINDS, OTHER_KINDS
 from gputrain_tui.history.run_columns import METRIC
 from gputrain_tui.report.run_comparison import (
     LOSSES,
@@ -19,9 +20,10 @@ from gputrain_tui.report.run_comparison import (
     Limit,
     RecordedRun,
     RunComparison,
+    block_steps,
     change_text,
 )
-from gputrain_tui.report.step_blocks import MIN_VALUES, Interval, block_values
+from gputrain_tui.report.step_blocks import MIN_VALUES, Interval, block_sums
 from gputrain_tui.state.figures import mean_step_ms
 from gputrain_tui.state.totals import PHASES
 from trainer.contract.errors import RequestError, nearest, quoted
@@ -60,8 +62,9 @@ def parse_condition(text: str) -> Condition:
     """
     if text.startswith("finding:"):
         kind = text.removeprefix("finding:")
-        if not re.fullmatch(r"[a-z_]+", kind):
-            raise RequestError(f"--fail-on {quoted(text)}: name a kind of finding, such as finding:straggler")
+        if kind not in (known := KINDS | OTHER_KINDS):
+            hint = nearest(kind, sorted(known)) or "; `gputrain help findings` lists them"
+            raise RequestError(f"--fail-on {quoted(text)}: name a kind of finding, such as finding:straggler{hint}")
         return Condition(text=text, name="finding", finding=kind)
     match = PATTERN.fullmatch(text.strip())
     if match is None:
@@ -168,7 +171,10 @@ def _undecided(condition: Condition, difference: Difference, rounds: Sequence[Pa
 
 
 def _waited_share(run: RecordedRun) -> float:
-    whole, alone = (sum(block_values(blocks.after_warm_up(), mean_step_ms)) for blocks in (run.blocks, run.undisturbed))
+    whole, alone = (
+        sum(ms for ms, _ in block_sums(blocks.after_warm_up(), mean_step_ms, block_steps))
+        for blocks in (run.blocks, run.undisturbed)
+    )
     return 1 - alone / whole if whole else 0.0
 
 

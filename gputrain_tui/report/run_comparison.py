@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf, isfinite
+from math import isfinite
 
 import msgspec
 from msgspec.structs import replace
@@ -14,10 +14,11 @@ from gputrain_tui.history.comparison import DifferingValues
 from gputrain_tui.history.run_columns import METRIC
 from gputrain_tui.report.run_report import RunReport
 from gputrain_tui.report.step_blocks import (
+    BlockSum,
     Interval,
     Measure,
     StepBlocks,
-    block_values,
+    block_sums,
     difference_interval,
     mean,
 )
@@ -65,6 +66,8 @@ class FigureComparison(msgspec.Struct, frozen=True, kw_only=True):
     relative: bool
     differences: tuple[Difference, ...]
     """One for each run after the first."""
+    step: int | None = None
+    """At which losses are compared; None for another figure, or where it is not the same of all runs."""
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,11 +108,28 @@ class Figure:
     name: str
     unit: str
     of: Measure
+    over: Callable[[Sequence[Totals]], float]
+    """What it is a mean over: the steps of a block, or their time."""
+
+
+def block_steps(block: Sequence[Totals]) -> float:
+    """Return the steps of a block that were timed, over all ranks."""
+    return sum(sums.timed_steps for sums in block)
+
+
+def block_whole_steps(block: Sequence[Totals]) -> float:
+    """Return the steps of a block of which all phases were measured, over all ranks."""
+    return sum(sums.whole_steps for sums in block)
+
+
+def block_loss_steps(block: Sequence[Totals]) -> float:
+    """Return the steps of a block whose loss is known, over all ranks."""
+    return sum(sums.loss_steps for sums in block)
 
 
 def block_loss(block: Sequence[Totals]) -> float | None:
     """Return the mean loss of a block; None where none is known."""
-    steps = sum(sums.loss_steps for sums in block)
+    steps = block_loss_steps(block)
     return sum(sums.loss for sums in block) / steps if steps else None
 
 
@@ -124,10 +144,10 @@ def block_time_ms(block: Sequence[Totals]) -> float:
 
 
 SPEEDS = (
-    Figure("step_ms", "ms", mean_step_ms),
-    *(Figure(f"{phase}_ms", "ms", partial(mean_phase_ms, phase=phase)) for phase in PHASES),
-    Figure("throughput", "samples/s", samples_per_s),
-    Figure("steps_per_s", "steps/s", steps_per_s),
+    Figure("step_ms", "ms", mean_step_ms, block_steps),
+    *(Figure(f"{phase}_ms", "ms", partial(mean_phase_ms, phase=phase), block_whole_steps) for phase in PHASES),
+    Figure("throughput", "samples/s", samples_per_s, block_time_ms),
+    Figure("steps_per_s", "steps/s", steps_per_s, block_time_ms),
 )
 """Figures over the steps after the warm-up, by relative difference."""
 WITH_INTERVAL = tuple(figure.name for figure in SPEEDS)
@@ -210,7 +230,7 @@ def _cores(report: RunReport) -> str:
 
 
 def _speed(figure: Figure, runs: Sequence[RecordedRun], *, intervals: bool) -> FigureComparison:
-    values = [block_values(run.blocks.after_warm_up(), figure.of) for run in runs]
+    values = [block_sums(run.blocks.after_warm_up(), figure.of, figure.over) for run in runs]
     changes = [_difference(values[0], other, relative=True, intervals=intervals) for other in values[1:]]
     if intervals:
         changes = _with_undisturbed(changes, figure, runs, values)
@@ -218,9 +238,9 @@ def _speed(figure: Figure, runs: Sequence[RecordedRun], *, intervals: bool) -> F
 
 
 def _with_undisturbed(
-    changes: Sequence[Difference], figure: Figure, runs: Sequence[RecordedRun], values: Sequence[Sequence[float]]
+    changes: Sequence[Difference], figure: Figure, runs: Sequence[RecordedRun], values: Sequence[Sequence[BlockSum]]
 ) -> list[Difference]:
-    alone = [block_values(run.undisturbed.after_warm_up(), figure.of) for run in runs]
+    alone = [block_sums(run.undisturbed.after_warm_up(), figure.of, figure.over) for run in runs]
     twice = [_less_twice(*each, is_time=figure.unit == "ms") for each in zip(values, alone, strict=True)]
     found = []
     for index, change in enumerate(changes, 1):
@@ -229,14 +249,14 @@ def _with_undisturbed(
     return found
 
 
-Pair = tuple[Sequence[float], Sequence[float]]
-"""Values of the blocks of the first run, and of another one."""
+Pair = tuple[Sequence[BlockSum], Sequence[BlockSum]]
+"""Sums of the blocks of the first run, and of another one."""
 
 
 def _undisturbed(measured: Interval | None, values: Pair, alone: Pair, twice: Pair) -> Interval | None:
     """Return the hull of the intervals with the waits of either run, of both or of none left out."""
     found = [difference_interval(*pair, relative=True) for pair in (alone, twice)]
-    if measured is not None and all(mean(row) for row in values):
+    if measured is not None and all(alone) and all(mean(row) for row in values):
         before, now = (mean(less) / mean(whole) for less, whole in zip(alone, values, strict=True))
         low, high = measured
         found += [((1 + low) * factor - 1, (1 + high) * factor - 1) for factor in (now, 1 / before if before else 1.0)]
@@ -244,25 +264,28 @@ def _undisturbed(measured: Interval | None, values: Pair, alone: Pair, twice: Pa
     return (min(low for low, _ in known), max(high for _, high in known)) if known else None
 
 
-def _less_twice(values: Sequence[float], alone: Sequence[float], *, is_time: bool) -> list[float]:
-    """Return times or rates less twice what ``alone`` has without waits; at least a tenth of that time is left."""
+def _less_twice(values: Sequence[BlockSum], alone: Sequence[BlockSum], *, is_time: bool) -> list[BlockSum]:
+    """Return times, or the times of rates, less twice what ``alone`` lacks of them; a tenth is left at least."""
     if not is_time:
-        times = [[1 / each if each else inf for each in row] for row in (values, alone)]
-        return [1 / each if each else 0.0 for each in _less_twice(*times, is_time=True)]
+        turned = _less_twice([(t, n) for n, t in values], [(t, n) for n, t in alone], is_time=True)
+        return [(n, t) for t, n in turned]
     # Where not as many blocks have a figure without the waits, there is no telling which belong together.
     pairs = zip(values, alone, strict=True) if len(values) == len(alone) else ()
-    return [max(2 * less - whole, less / 10) if isfinite(less) else less for whole, less in pairs]
+    return [(max(2 * less - whole, less / 10), count) for (whole, _), (less, count) in pairs]
 
 
 def _losses(name: str, runs: Sequence[RecordedRun], steps: Sequence[int], *, intervals: bool) -> FigureComparison:
     """Compare the losses around a step of each run, each the mean of the blocks near it."""
-    values = [block_values(run.blocks.around(step), block_loss) for run, step in zip(runs, steps, strict=True)]
+    values = [
+        block_sums(run.blocks.around(step), block_loss, block_loss_steps) for run, step in zip(runs, steps, strict=True)
+    ]
     changes = tuple(_difference(values[0], other, relative=False, intervals=intervals) for other in values[1:])
     unit = next((run.report.loss_unit for run in runs if run.report.loss_unit), "")
-    return FigureComparison(name=name, unit=unit, relative=False, differences=changes)
+    same = steps[0] if len({*steps}) == 1 else None
+    return FigureComparison(name=name, unit=unit, relative=False, differences=changes, step=same)
 
 
-def _difference(before: Sequence[float], now: Sequence[float], *, relative: bool, intervals: bool) -> Difference:
+def _difference(before: Sequence[BlockSum], now: Sequence[BlockSum], *, relative: bool, intervals: bool) -> Difference:
     if not before or not now:
         return Difference(before=mean(before) if before else None, now=mean(now) if now else None)
     one, other = mean(before), mean(now)
@@ -325,6 +348,8 @@ def change_text(difference: Difference, *, relative: bool) -> str:
 def figure_title(figure: FigureComparison) -> str:
     """Return the words for a figure with its unit, such as ``step, ms``; a metric's name stays as it is."""
     name = figure.name if figure.name.startswith(METRIC) else figure.name.replace("_", " ").removesuffix(" ms")
+    if figure.name == "loss" and figure.step is not None:
+        name += f" at step {figure.step:,}"
     return f"{name}, {figure.unit}" if figure.unit else name
 
 

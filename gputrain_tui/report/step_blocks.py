@@ -30,13 +30,24 @@ class StepBlocks:
         """By number of the block, by rank."""
 
     def apply(self, event: Step) -> None:
-        """Add a step event; one that covers several steps counts to the block of its last one.
+        """Add a step event; one that covers steps of several blocks is divided among them in proportion.
 
         Steps that a restart repeats count twice, as their time was spent twice.
         """
-        number = (event.step - 1) // self.length
-        sums = self._blocks.setdefault(number, {})
-        sums[event.rank] = sums.get(event.rank, ZERO_TOTALS).plus(event)
+        while event.steps > MIN_BLOCKS * self.length:
+            self._join()
+        first, last = (event.step - event.steps) // self.length, (event.step - 1) // self.length
+        if first == last:
+            sums = self._blocks.setdefault(last, {})
+            sums[event.rank] = sums.get(event.rank, ZERO_TOTALS).plus(event)
+        else:
+            whole = ZERO_TOTALS.plus(event)
+            for number in range(first, last + 1):
+                begin, end = number * self.length, (number + 1) * self.length
+                share = (min(end, event.step) - max(begin, event.step - event.steps)) / event.steps
+                part = Totals._make(value * share for value in whole)
+                sums = self._blocks.setdefault(number, {})
+                sums[event.rank] = _added(sums[event.rank], part) if event.rank in sums else part
         while len(self._blocks) >= 2 * MIN_BLOCKS:
             self._join()
 
@@ -116,20 +127,29 @@ def without_core_waits(event: Step) -> Step:
 
 Measure = Callable[[Sequence[Totals]], float | None]
 """Figure of one block from the sums of its ranks."""
+BlockSum = tuple[float, float]
+"""Sum of a figure in one block, and what it is summed over: the milliseconds and the number of its steps, or what was
+done in them and their time. So a slow block counts as long as it takes, and one of few steps as few."""
 
 
-def block_values(blocks: Sequence[Sequence[Totals]], measure: Measure) -> list[float]:
-    """Return the figure of each block that has one."""
-    return [value for block in blocks if (value := measure(block)) is not None]
+def block_sums(
+    blocks: Sequence[Sequence[Totals]], measure: Measure, over: Callable[[Sequence[Totals]], float]
+) -> list[BlockSum]:
+    """Return the sums of each block that has the figure; ``over``: what the figure is a mean over."""
+    return [
+        (value * count, count)
+        for block in blocks
+        if (value := measure(block)) is not None and (count := over(block)) > 0
+    ]
 
 
-def mean(values: Sequence[float]) -> float:
-    """Return the mean of one or more values, without ``fmean``'s exact and slower sum."""
-    return sum(values) / len(values)
+def mean(sums: Sequence[BlockSum]) -> float:
+    """Return the mean over one or more blocks."""
+    return sum(amount for amount, _ in sums) / sum(count for _, count in sums)
 
 
-def difference_interval(before: Sequence[float], after: Sequence[float], *, relative: bool) -> Interval | None:
-    """Return the 95 % interval of the difference of two means, ``after`` less ``before``.
+def difference_interval(before: Sequence[BlockSum], after: Sequence[BlockSum], *, relative: bool) -> Interval | None:
+    """Return the 95 % interval of the difference of two means over blocks, ``after`` less ``before``.
 
     None with fewer than ``MIN_VALUES`` blocks. Moving blocks of neighbours are drawn with replacement, as the values of
     neighbours depend on each other (Künsch, Annals of Statistics 17, 1989); they have the third root of the number of
@@ -150,18 +170,22 @@ def difference_interval(before: Sequence[float], after: Sequence[float], *, rela
     return drawn[round(0.025 * RESAMPLES)], drawn[round(0.975 * RESAMPLES) - 1]
 
 
-def _mean_of_drawn(values: Sequence[float], random: Random) -> Callable[[], float]:
+def _mean_of_drawn(values: Sequence[BlockSum], random: Random) -> Callable[[], float]:
     """Return a function that draws as many values as there are, in blocks of neighbours, and returns their mean."""
     count = len(values)
     length = max(1, round(count ** (1 / 3)))
     lengths = [length] * (count // length) + ([count % length] if count % length else [])
-    sums = list(accumulate([*values, *values[:length]], initial=0.0))  # differences of two are sums of blocks
+    # Differences of two are sums of blocks.
+    amounts, counts = (
+        list(accumulate([*column, *column[:length]], initial=0.0)) for column in zip(*values, strict=True)
+    )
 
     def draw() -> float:
-        total = 0.0
+        amount = over = 0.0
         for each in lengths:
             start = int(random.random() * count)
-            total += sums[start + each] - sums[start]
-        return total / count
+            amount += amounts[start + each] - amounts[start]
+            over += counts[start + each] - counts[start]
+        return amount / over
 
     return draw

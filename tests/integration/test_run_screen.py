@@ -366,6 +366,19 @@ async def test_the_next_rank_is_a_key_away(tmp_path: Path) -> None:
 
 
 @played
+async def test_a_screen_that_was_opened_just_now_is_painted_once_it_has_panels(tmp_path: Path) -> None:
+    app = console(straggler(tmp_path))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        assert isinstance(app.screen, RunScreen)
+        app.push_screen(RankScreen(app.screen.live, 1))
+        assert not app.screen.children
+        app.tick()
+        await settle(pilot)
+        assert "rank 1" in "\n".join(rows(app))
+
+
+@played
 async def test_the_stack_of_a_rank_is_asked_for_and_shown_when_it_is_in_the_record(tmp_path: Path) -> None:
     app = console(run := straggler(tmp_path))
     async with app.run_test(size=(120, 40)) as pilot:

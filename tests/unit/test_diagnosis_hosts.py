@@ -179,7 +179,7 @@ def test_other_processes_are_blamed_beside_a_quota_only_for_what_it_does_not_exp
     run = SimulatedRun(2)
     run.steps(10)
     (found,) = sampled(run, 12, **OTHERS_BUSY, throttled_percent=(5.5, 5.5))  # type: ignore[arg-type]
-    assert (found.cause, "of them in other processes" in found.message) == ("core_wait", True)
+    assert (found.cause, "and other processes use" in found.message) == ("core_wait", True)
     (found,) = sampled(run, 20, **OTHERS_BUSY, throttled_percent=(70.0, 70.0))  # type: ignore[arg-type]
     assert (found.cause, found.state) == ("cpu_quota", "raised"), "it says so when that becomes the cause"
     assert sampled(run, 20, **OTHERS_BUSY, throttled_percent=(70.0, 70.0)) == []  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from gputrain_tui.report.comparison_limits import check_limits, check_limits_in_
 from gputrain_tui.report.run_comparison import (
     RecordedRun,
     RunComparison,
+    block_steps,
     compare,
     incomparable,
 )
@@ -36,11 +37,12 @@ from gputrain_tui.report.run_report import (
 from gputrain_tui.report.step_blocks import (
     MIN_BLOCKS,
     StepBlocks,
-    block_values,
+    block_sums,
     difference_interval,
     mean,
     without_core_waits,
 )
+from gputrain_tui.state.figures import mean_step_ms
 from trainer.contract.errors import RequestError
 from trainer.contract.record import Step
 
@@ -85,11 +87,11 @@ def measured(name: str, recall: float) -> RecordedRun:
     return dataclasses.replace(run, report=replace(run.report, metrics={"recall@5": recall}))
 
 
-def autoregressive(random: Random, count: int, memory: float) -> list[float]:
+def autoregressive(random: Random, count: int, memory: float) -> list[tuple[float, float]]:
     values = [random.gauss(0, 1)]
     while len(values) < count:
         values.append(memory * values[-1] + (1 - memory**2) ** 0.5 * random.gauss(0, 1))
-    return [100 + value for value in values]
+    return [(100 + value, 1.0) for value in values]
 
 
 @pytest.mark.parametrize("memory", [0.0, 0.3])
@@ -113,7 +115,7 @@ def test_the_other_way_round_a_difference_has_the_other_sign() -> None:
 
 
 def test_of_few_blocks_there_is_no_interval() -> None:
-    assert difference_interval([1.0] * 15, [1.0] * 99, relative=True) is None
+    assert difference_interval([(1.0, 1.0)] * 15, [(1.0, 1.0)] * 99, relative=True) is None
 
 
 @pytest.mark.parametrize("steps", [1, 7, 127, 128, 5_000])
@@ -122,8 +124,35 @@ def test_blocks_hold_every_step_once_in_bounded_number(steps: int) -> None:
     counted = run.blocks.around(steps) if steps == 1 else [*run.blocks._blocks.values()]
     assert len(counted) <= 2 * MIN_BLOCKS
     assert sum(sums.steps for block in run.blocks._blocks.values() for sums in block.values()) == steps
-    step_ms = block_values(run.blocks.after_warm_up(), lambda block: block[0].mean_step_ms)
+    step_ms = block_sums(run.blocks.after_warm_up(), mean_step_ms, block_steps)
     assert mean(step_ms) == pytest.approx(20.0)
+
+
+def test_figures_are_over_all_steps_however_many_an_event_covers() -> None:
+    """Every tenth step takes 300 ms and has an event of its own; two ranks put the others into events differently."""
+    blocks = StepBlocks()
+    total_ms = [0.0, 0.0]
+    for step in range(1, 401):
+        for rank, batch in ((0, 9), (1, 3)):
+            slow = step % 10 == 0
+            covered = 1 if slow else batch if step % 10 % batch == 0 else 0
+            if covered:
+                ms = 300.0 if slow else 20.0
+                total_ms[rank] += ms * covered
+                blocks.apply(
+                    Step(time=BEGIN + step, rank=rank, step=step, epoch=1, steps=covered, samples=32 * covered,
+                         lr=0.1, loss=2.0, step_ms=ms, data_ms=ms - 5, forward_ms=2.0, backward_ms=2.0,
+                         optimizer_ms=1.0, other_ms=0.0, sync_exposed_ms=0.0)
+                )  # fmt: skip
+    run = RecordedRun(report=REPORT, blocks=blocks, undisturbed=blocks)
+    found = {each.name: each.differences[0].before for each in compare([run, run]).figures}
+    step_ms = total_ms[0] / 400
+    assert total_ms == [400 * 48.0] * 2
+    assert found["step_ms"] == pytest.approx(step_ms, rel=0.02)
+    assert found["data_ms"] == pytest.approx(step_ms - 5, rel=0.02)
+    assert found["steps_per_s"] == pytest.approx(1e3 / step_ms, rel=0.02)
+    assert found["throughput"] == pytest.approx(64e3 / step_ms, rel=0.02)
+    assert found["loss"] == pytest.approx(2.0)
 
 
 def checked(condition: str, run: RecordedRun, first: RecordedRun | None = None) -> tuple[bool | None, str]:
@@ -236,6 +265,8 @@ REFUSED = {
     "step_ms>-5%": "> takes a limit of 0 or more",
     "throughput<5%": "< one of 0 or less",
     "finding:": "name a kind of finding",
+    "finding:stragler": "did you mean 'straggler'",
+    "finding:of mine": "`gputrain help findings` lists them",
     "": "is no condition",
 }
 
@@ -294,6 +325,9 @@ def test_the_command_tells_by_its_exit_code(
     data = json.loads(capsys.readouterr().out)
     validate(data, msgspec.json.schema(RunComparison))
     assert data["schema_version"] == 1
+    unsure = ("--fail-on", "step_ms>+0%")
+    assert [cli.main(["compare", first, equal, *unsure, *strict]) for strict in ([], ["--strict"])] == [0, 1]
+    assert "may exceed step_ms>+0%" in capsys.readouterr().err
     assert {key["key"]: key["values"] for key in data["recipe"]} == {"train.lr": ["0.1", "0.2"]}
 
 

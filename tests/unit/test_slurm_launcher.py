@@ -11,7 +11,7 @@ from gputrain_tui.hosts.slurm_commands import parse_job
 from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.lifecycle.launchers.slurm_cause import log_sizes, with_slurm_cause
 from gputrain_tui.lifecycle.launchers.slurm_launcher import SlurmLauncher, place_on_allocation
-from gputrain_tui.plan.batch_script import sbatch_arguments, supervisor_script
+from gputrain_tui.plan.batch_script import sbatch_arguments, script, supervisor_script
 from gputrain_tui.plan.planner import Plan, plan
 from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.model import Recipe, SlurmOptions
@@ -49,6 +49,12 @@ def planned(*gpus: int, slurm: str = "[slurm]\n", local: LocalFacts = LOGIN) -> 
 def test_sbatch_requests_the_nodes_of_the_recipe(gpus: tuple[int, ...], options: dict[str, object], words: str) -> None:
     found = sbatch_arguments(planned(*gpus), SlurmOptions(**options), name="a b", output="/runs/100%")  # type: ignore[arg-type]
     assert " ".join(found) == f"--job-name=a-b --output=/runs/100%% --open-mode=append {words}"
+
+
+def test_a_batch_script_requests_the_type_of_gpu_of_the_recipe() -> None:
+    for options, line in ((None, "=4"), (SlurmOptions(gpu_type="h100"), "=h100:4")):
+        lines = script(planned(4, 4), name="a", options=options).splitlines()
+        assert [each for each in lines if "--gpus-per-node" in each] == [f"#SBATCH --gpus-per-node{line}"]
 
 
 def test_one_entry_stands_for_all_nodes_and_the_table_is_kept_when_a_recipe_is_written() -> None:
