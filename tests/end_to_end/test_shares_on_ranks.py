@@ -37,6 +37,18 @@ def relative_error(one: TrainingResult, other: TrainingResult) -> float:
     return float((one.parameters - other.parameters).norm() / other.parameters.norm())
 
 
+def curve(done: TrainingResult) -> list[float]:
+    """Return the loss of each step of whole batches: the mean over the samples of all ranks."""
+    shares = {event["step"]: event["shares"] for event in done.events_of("shares")} or {1: [N // 2, N // 2]}
+    sums: dict[int, float] = {}
+    for event in done.events_of("step"):
+        losses = event.get("losses") or [event.get("loss")]
+        for step, loss in enumerate(losses, event["step"] - len(losses) + 1):
+            share = shares[max(begin for begin in shares if begin <= step)][event["rank"]]
+            sums[step] = sums.get(step, 0.0) + (loss or 0.0) * share / N
+    return [sums[step] for step in sorted(sums) if step % 46]  # an epoch's last step has few samples
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(2) as executor:
@@ -61,21 +73,25 @@ def test_shares_that_change_learn_what_equal_ones_learn(
     assert all(sum(event["shares"]) == N for event in changes(done))
     assert sum(event["samples"] for event in done.events_of("step")) == 2 * (N * 45 + 7)
     assert relative_error(done, equal) < 1e-10
+    if not more:
+        assert len(curve(done)) == 90
+        assert curve(done) == pytest.approx(curve(equal), rel=1e-5)
     assert done.sum_of("grad_norm", 0) == pytest.approx(equal.sum_of("grad_norm", 0), rel=1e-9)
     for one, other in zip(done.events_of("validation"), equal.events_of("validation"), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-9)
 
 
 def test_shares_of_tokens_change_and_learn_what_one_rank_learns(pool: ThreadPoolExecutor, tmp_path: Path) -> None:
-    tokens = ("--batch-size", "balanced", "--global-batch-size", 96, "--max-tokens", 90, "--max-epochs", 1)
-    one = ("--batch-size", "balanced", "--global-batch-size", 96, "--max-tokens", 102, "--max-epochs", 1)
-    begun = pool.submit(train, tmp_path / "one", *FLAGS, *one, "--sample-ms", "0")
-    done = train(tmp_path / "balanced", *FLAGS, *tokens, "--sample-ms", "0.1,0.8", ranks=2)
+    tokens = ("--batch-size", "balanced", "--global-batch-size", 96, "--max-tokens", 90, "--max-epochs", 2)
+    one = ("--batch-size", "balanced", "--global-batch-size", 96, "--max-tokens", 102, "--max-epochs", 2)
+    more = ("--update-freq", 2, "--ema-decay", 0.9)
+    begun = pool.submit(train, tmp_path / "one", *FLAGS, *one, *more, "--sample-ms", "0")
+    done = train(tmp_path / "balanced", *FLAGS, *tokens, *more, "--sample-ms", "0.1,0.8", ranks=2)
     alone = begun.result()
     assert (done.code, alone.code) == (0, 0), done.output + alone.output
     assert changes(done)[0]["shares"][0] > 48
     assert all(sum(event["shares"]) == 96 and max(event["shares"]) <= 84 for event in changes(done))
-    assert sum(event["samples"] for event in done.events_of("step")) == N * 45 + 7
+    assert sum(event["samples"] for event in done.events_of("step")) == 2 * (N * 45 + 7)
     assert relative_error(done, alone) < 1e-10
 
 
