@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,14 +18,16 @@ from gputrain_tui.lifecycle.recipe_to_run import recipe_text
 from gputrain_tui.output import print_json, print_message
 from gputrain_tui.plan.planner import Plan, devices_text, rank_range, rendezvous_port, shell_commands, with_run_dir
 from gputrain_tui.preflight import PreflightFacts, errors, run_checks
-from gputrain_tui.preflight.checks import gpu_models
+from gputrain_tui.preflight.checks import device_models, gpu_models
 from gputrain_tui.preflight.collect import rendezvous_facts
 from gputrain_tui.recipe.build import load
 from gputrain_tui.recipe.model import Recipe
+from gputrain_tui.recipe.task_description import describe_task
 from gputrain_tui.state.share_changes import shares_text
 from gputrain_tui.tables import TableColumn, printable, table
 from trainer.contract.balanced_shares import equal_shares
 from trainer.contract.errors import ExitCode
+from trainer.contract.learned_speeds import LearnedSpeeds
 from trainer.contract.record import RunDir
 
 
@@ -46,9 +49,10 @@ def run(args: Namespace) -> int:
     recipe = load(args.recipe, overrides=args.overrides)
     planned = plan_with_inventories(recipe)
     plan = msgspec.structs.replace(planned.plan, finds_port=False)  # all shells must have one number
-    models = list(gpu_models(recipe, plan, PreflightFacts(inventories=planned.inventories), planned.local))
-    problems = [*_problems(recipe, plan, planned.local), *(result.line for result in errors(models))]
-    notes = [*planned.warnings, *recipe.notes, *(result.text for result in models if result.status == "note")]
+    facts = PreflightFacts(inventories=planned.inventories)
+    mixed = list(gpu_models(recipe, plan, facts, planned.local))
+    problems = [*_problems(recipe, plan, planned.local), *(result.line for result in errors(mixed))]
+    notes = [*planned.warnings, *recipe.notes, *(result.text for result in mixed if result.status == "note")]
     notes += [f"this plan cannot start as it is: {problem}" for problem in problems]
     if planned.plan.finds_port and plan.launcher != "local":
         notes.append(
@@ -73,7 +77,8 @@ def run(args: Namespace) -> int:
         saving_s = saving_time_before(recipe)
         print(script(plan, name=recipe.name, options=recipe.slurm, saving_s=saving_s), end="")
     else:
-        print(report(plan, recipe.name, shares=_shares(recipe, plan)))
+        models = device_models(plan, facts, planned.local)
+        print(report(plan, recipe.name, shares=_shares(recipe, plan, models)))
     return ExitCode.FINISHED
 
 
@@ -84,7 +89,7 @@ def _problems(recipe: Recipe, plan: Plan, local: LocalFacts) -> list[str]:
     return [problem for problem in (endless_reason(recipe), *(result.line for result in results)) if problem]
 
 
-def _shares(recipe: Recipe, plan: Plan) -> str:
+def _shares(recipe: Recipe, plan: Plan, models: Sequence[str]) -> str:
     """Return the ranks' shares of the global batch in a line, where they are balanced; else an empty text."""
     train = recipe.train
     if train.batch_size != "balanced":
@@ -92,6 +97,10 @@ def _shares(recipe: Recipe, plan: Plan) -> str:
     total = f"{train.global_batch_size:,} {'tokens' if train.max_tokens else 'samples'}"
     if train.shares_from:
         return f"shares of {total} as in the run of {printable(train.shares_from)}"
+    known = LearnedSpeeds(train, describe_task(train.task), recipe.task_options)
+    # With tokens a share also depends on the longest sample, which only the ranks know.
+    if not train.max_tokens and (learned := known.shares(models, train.global_batch_size)) is not None:
+        return f"shares {shares_text(learned)} of {total} at the start, by earlier runs on such devices"
     shares = shares_text(equal_shares(train.global_batch_size, plan.world_size))
     return f"shares {shares} of {total} at the start: equal, until the ranks have measured their speeds"
 

@@ -158,6 +158,16 @@ def _gpus_of(plan: Plan, facts: PreflightFacts, local: LocalFacts) -> Iterator[t
             yield node, "" if machine == THIS_MACHINE else machine, gpus
 
 
+def device_models(plan: Plan, facts: PreflightFacts, local: LocalFacts) -> list[str]:
+    """Return the model of each rank's GPU; empty if one is not known, or ranks compute on a CPU."""
+    models: list[str] = []
+    for node in plan.nodes:
+        inventory = facts.inventories.get(THIS_MACHINE if is_local(node.host, local) else node.host)
+        names = {key: gpu.name for gpu in (inventory.gpus if inventory else ()) for key in (gpu.uuid, gpu.index)}
+        models += [names.get(device, "") for device in node.devices]
+    return models if all(models) else []
+
+
 def gpu_models(recipe: Recipe, plan: Plan, facts: PreflightFacts, local: LocalFacts) -> Iterator[CheckResult]:
     """Check that all GPUs compute in the training's precision, and note several models in one run."""
     models: dict[str, int] = {}

@@ -13,6 +13,7 @@ MAX_CHANGES = 1000
 """Memory bound: a view shows the newest few."""
 CAUSES = {
     "start": "equal at the start",
+    "learned": "by speeds that earlier runs measured",
     "measured": "by measured speeds",
     "memory": "a rank ran out of memory",
     "resumed": "as before the start",

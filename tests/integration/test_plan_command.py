@@ -10,11 +10,16 @@ from pathlib import Path
 import msgspec
 import pytest
 from commands import Command, command
+from fake_driver import fake_driver
 from plans import named_nodes, plan_for, remote_nodes
 from waiting import LIMIT_S
 
 from gputrain_tui.plan.batch_script import script
 from gputrain_tui.plan.planner import Plan
+from gputrain_tui.recipe.task_description import describe_task
+from trainer.contract.balanced_shares import ComputeTime
+from trainer.contract.learned_speeds import LearnedSpeeds
+from trainer.contract.options import Training
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,6 +88,24 @@ def test_the_plan_of_balanced_shares_says_with_which_it_begins(plan: Command) ->
     few = plan("recipes/mixed_gpus.toml", *nodes, "--set", "train.global_batch_size=2")
     assert (few.returncode, few.stdout) == (2, "")
     assert "global_batch_size is 2, but there are 3 ranks" in few.stderr
+
+
+def test_the_plan_has_the_shares_that_earlier_runs_on_such_gpus_measured(tmp_path: Path) -> None:
+    environ = {**os.environ, "LD_LIBRARY_PATH": str(fake_driver(tmp_path)), "GPUTRAIN_CACHE": str(tmp_path / "cache")}
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(
+        '[[cluster.nodes]]\ngpus = [0, 1]\n[train]\nmax_updates = 1\ntask = "lm"\nbatch_size = "balanced"\n'
+        'global_batch_size = 64\n[task]\ndata = "stdlib"\n'
+    )
+    command = [sys.executable, "-m", "gputrain_tui", "plan", str(recipe)]
+    before = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
+    assert "shares 32, 32 of 64 samples at the start: equal" in before.stdout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GPUTRAIN_CACHE", environ["GPUTRAIN_CACHE"])
+        given = LearnedSpeeds(Training(task="lm"), describe_task("lm"), {"data": "stdlib"})
+        given.learn(["NVIDIA H100", "NVIDIA T4"], [ComputeTime(0.0, 1.0), ComputeTime(0.0, 3.0)])
+    after = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
+    assert "shares 48, 16 of 64 samples at the start, by earlier runs on such devices" in after.stdout
 
 
 def test_commands_for_several_machines_have_one_fixed_port_and_a_note_says_so(plan: Command) -> None:

@@ -33,6 +33,10 @@ class SlowedOptions(msgspec.Struct, kw_only=True):
     work: bool = False
     memory: str = ""
     """Most samples that the memory of each rank holds in a training batch; empty: any."""
+    memory_from: int = 0
+    """Batches before which memory holds more."""
+    in_backward: bool = False
+    """Whether memory runs out in the backward pass, between two layers, with the message of the host's allocator."""
     counts: bool = True
     """Whether the count per sample is known beforehand."""
     buffers: bool = False
@@ -58,6 +62,8 @@ class SlowedTask(Task):
 
     def model(self) -> nn.Module:
         layers: list[nn.Module] = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)]
+        if self.options.in_backward:
+            layers.insert(2, _ShortOfMemory(self))
         if self.options.buffers:
             layers.insert(1, nn.BatchNorm1d(8))
         return nn.Sequential(*layers).double()
@@ -65,12 +71,18 @@ class SlowedTask(Task):
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:
         inputs, targets = batch  # [batch, 4], [batch]
         if model.training:
-            self._require_memory(len(inputs))
+            if not self.options.in_backward:
+                self.require_memory(len(inputs))
             self._take_time(len(inputs))
         return (model(inputs)[:, 0] - targets).square().sum(), len(inputs), {}
 
-    def _require_memory(self, samples: int) -> None:
-        if self.options.memory and samples > int(self.options.memory.split(",")[get_rank()]):
+    def require_memory(self, samples: int) -> None:
+        options = self.options
+        if not options.memory or self.batches < options.memory_from:
+            return
+        if samples > int(options.memory.split(",")[get_rank()]):
+            if options.in_backward:
+                raise RuntimeError(f"[enforce fail] DefaultCPUAllocator: can't allocate memory for {samples} samples")
             raise torch.OutOfMemoryError(f"no memory for {samples} samples")
 
     def _take_time(self, samples: int) -> None:
@@ -86,3 +98,14 @@ class SlowedTask(Task):
         end = time.thread_time() + ms / 1e3
         while time.thread_time() < end:
             pass
+
+
+class _ShortOfMemory(nn.Module):
+    def __init__(self, task: SlowedTask) -> None:
+        super().__init__()
+        self._task = task
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: self._task.require_memory(len(gradient)))
+        return hidden * 1.0

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +59,19 @@ class TrainingResult:
         return torch.cat([tensor.flatten().double() for tensor in found[1]["model"].values()])
 
 
-def train(run_dir: Path, *flags: object, ranks: int = 1) -> TrainingResult:
-    """Train with one process per rank, each started by its own command."""
+def train(run_dir: Path, *flags: object, ranks: int = 1, own: Sequence[object] = ()) -> TrainingResult:
+    """Train with one process per rank, each started by its own command, with a flag of its own if there are some."""
     words = ["--task", TASK, "--cpu", "--run-dir", str(run_dir), "--threads", "1", *map(str, flags)]
     if ranks == 1:
         return TrainingResult(run_dir, ForkedTrainer(words, environ=ENVIRON).finish())
     with tempfile.TemporaryDirectory() as folder:
         words += ["--distributed-no-spawn", "--distributed-world-size", str(ranks)]
         words += ["--distributed-init-method", f"file://{folder}/rendezvous", "--distributed-rank"]
-        begun = [ForkedTrainer([*words, str(rank)], environ=ENVIRON) for rank in range(ranks)]
+        each = [[*words, str(rank), *map(str, own[rank : rank + 1])] for rank in range(ranks)]
+        begun = [ForkedTrainer(command, environ=ENVIRON) for command in each]
         done = [process.finish() for process in begun]
-    code = max(each.returncode for each in done)
-    output = "".join(each.stdout + each.stderr for each in done)
+    code = max(ended.returncode for ended in done)
+    output = "".join(ended.stdout + ended.stderr for ended in done)
     return TrainingResult(run_dir, subprocess.CompletedProcess(words, code, output, ""))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
 from trainer.engine.ddp_model import to_device
+from trainer.host.cores import read_cpus
 
 AMPERE = (8, 0)
 """The first compute capability with TF32 and bf16."""
@@ -57,6 +58,13 @@ def set_numerics(
         warnings.simplefilter("ignore")
         torch.backends.cudnn.allow_tf32 = tf32
     return tf32
+
+
+def device_model(device: torch.device) -> str:
+    """Return the model of a rank's device, for a CPU with the threads of the rank."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{read_cpus().model}, {torch.get_num_threads()} threads"
 
 
 def choose_algorithms(options: Training, device: torch.device, *, few_shapes: bool) -> None:

@@ -7,10 +7,7 @@ entries of a checkpoint, and resuming, are in `training_state.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -25,17 +22,12 @@ from trainer.data.seeds import seed_all
 from trainer.data.shares import rank_batch_sizes
 from trainer.distributed.host_copies import host_copies
 from trainer.engine import reports
-from trainer.engine.accelerator import batch_copy, choose_algorithms
+from trainer.engine.accelerator import choose_algorithms
 from trainer.engine.agreement import Agreement, LoopRequests
+from trainer.engine.batch_gradient import BatchGradient
 from trainer.engine.checkpointing import Saving
 from trainer.engine.compilation import Compilation
-from trainer.engine.ddp_model import (
-    autocast,
-    compression,
-    keep_buffers,
-    share_buffers,
-    trainable,
-)
+from trainer.engine.ddp_model import autocast, compression, share_buffers, trainable
 from trainer.engine.ema import weight_average
 from trainer.engine.end_conditions import StepTimes, TrainingOutcome, end_reached
 from trainer.engine.item_count import ItemCount
@@ -45,7 +37,6 @@ from trainer.engine.muon import require_equal_products
 from trainer.engine.noise_scale import NoiseMeter
 from trainer.engine.non_finite import FiniteCheck, NonFiniteError
 from trainer.engine.optimizers import LossScaler, Schedule, epochs_end, training_optimizer, without_optimizer
-from trainer.engine.out_of_memory import BatchTrial, raise_out_of_memory
 from trainer.engine.parameter_use import ParameterUse
 from trainer.engine.preparation import build_model, read_data, require_same_on_ranks, strategy_of
 from trainer.engine.share_balance import ShareBalance, measures_steps
@@ -53,7 +44,7 @@ from trainer.engine.step_metrics import StepMetrics
 from trainer.engine.training_state import TrainingState
 from trainer.engine.validation import Validator
 from trainer.engine.worker_context import WorkerContext
-from trainer.tasks.task import Task, summed_loss
+from trainer.tasks.task import Task
 from trainer.telemetry.step_meter import StepMeter
 
 
@@ -105,9 +96,7 @@ class Loop:
             keeps_steps=measures_steps(options, ctx.world_size),
         )
         self.strategy.measure(self.meter)
-        trial = BatchTrial(task, self.model, ctx, autocast=self.autocast)
-        self._balance = ShareBalance(options, ctx, self.data.train, meter=self.meter, trial=trial)
-        self._to_device = batch_copy(ctx.device)
+        self._balance = ShareBalance(options, ctx, task, self.data.train, meter=self.meter)
         choose_algorithms(options, ctx.device, few_shapes=task.lengths("train") is None)
         self._use = ParameterUse(self.strategy, parameters=self.parameters, ctx=ctx)
         copies = ctx.copies or host_copies(ctx.device)
@@ -127,6 +116,23 @@ class Loop:
         self._desync = reports.DesyncReports(ctx, self.raw_model)
         self._noise = NoiseMeter(self.model, options, ctx)
         self._metrics = StepMetrics(task, ctx)
+        self._gradient = BatchGradient(
+            task=task,
+            options=options,
+            ctx=ctx,
+            strategy=self.strategy,
+            parameters=self.parameters,
+            autocast=self.autocast,
+            meter=self.meter,
+            items=self._items,
+            finite=self._finite,
+            scaler=self.scaler,
+            metrics=self._metrics,
+            use=self._use,
+            flops=self._flops,
+            compilation=self._compilation,
+            balance=self._balance,
+        )
         self._saving = Saving(
             ctx, self.strategy, keep_last=options.keep_last, keep_last_epochs=options.keep_last_epochs
         )
@@ -245,22 +251,7 @@ class Loop:
         loss_sum: Tensor | float = 0.0
         for micro, last in self._balance.micro_batches(update, step=step):
             meter.lap("data")
-            batch = self._to_device(micro.batch)
-            meter.lap("h2d")
-            if self._compilation.due:
-                with meter.excluded("compile"):
-                    self._compilation.begin(batch, step=step)
-            with self._micro_step(batch, micro.samples, step=step, last=last):
-                with self.autocast:
-                    loss, count, metrics = summed_loss(self.task, self.model, batch)
-                if micro.samples:
-                    self._metrics.add(metrics, count)
-                loss = items.add(loss, count, micro.samples, last=last)
-                meter.lap("forward")
-                loss_sum = loss_sum + finite.require_loss(loss, batch, step=step)
-                self._flops.begin_backward()
-                self.scaler.scale(items.weigh(loss)).backward()  # type: ignore[no-untyped-call]
-                meter.lap("backward")
+            loss_sum = loss_sum + self._gradient.add(micro, step=step, last=last)
         gradients = self._use.gradients(step=step)
         grad_scale = items.correct_gradients() * self.scaler.value
         self.scaler.unscale_(self.optimizer)
@@ -275,18 +266,6 @@ class Loop:
         meter.lap("optimizer")
         self._report_step(items.mean(loss_sum), lr=lr, grad_norm=grad_norm, grad_scale=grad_scale)
         return True
-
-    @contextmanager
-    def _micro_step(self, batch: Any, samples: int, *, step: int, last: bool) -> Iterator[None]:
-        """Surround a micro-batch's forward and backward pass; only that of the last one reduces gradients."""
-        keeps_buffers = nullcontext() if samples else keep_buffers(self.raw_model)
-        try:
-            with self.strategy.micro_step(last=last), self._flops.count(batch, samples), keeps_buffers:
-                yield
-        except (RuntimeError, MemoryError) as error:
-            self._use.raise_unused(error)
-            raise_out_of_memory(error, batch, step=step)
-            raise
 
     def _report_step(
         self, loss: Tensor | float | None, *, lr: float, grad_norm: Tensor | float, grad_scale: Tensor | float

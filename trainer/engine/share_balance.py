@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
+import msgspec
+
 from trainer import distributed
 from trainer.contract.balanced_shares import (
     MIN_GAIN,
@@ -24,16 +26,20 @@ from trainer.contract.balanced_shares import (
     slowest_ms,
 )
 from trainer.contract.errors import RequestError
+from trainer.contract.learned_speeds import LearnedSpeeds
 from trainer.contract.options import Training
 from trainer.contract.record import RunDir, ShareChange, Step, decode_events
 from trainer.contract.record.regular_file import open_regular
+from trainer.contract.schema import describe
 from trainer.data.batches import EpochBatches, Update
 from trainer.data.loader import MicroBatch
 from trainer.engine import reports
-from trainer.engine.out_of_memory import BatchTrial, divides, in_parts
+from trainer.engine.accelerator import device_model
+from trainer.engine.out_of_memory import divides, in_parts
 from trainer.engine.rank_compute import RankCompute
 from trainer.engine.resuming import SavedShares
 from trainer.engine.worker_context import WorkerContext
+from trainer.tasks.task import Task
 from trainer.telemetry.step_meter import StepMeter
 
 _NUMBERS = 4
@@ -50,14 +56,12 @@ def measures_steps(options: Training, world_size: int) -> bool:
 class ShareBalance:
     """One rank's side of the balanced shares; without ``batch_size = "balanced"`` it does nothing."""
 
-    def __init__(
-        self, options: Training, ctx: WorkerContext, train: Any, *, meter: StepMeter, trial: BatchTrial
-    ) -> None:
+    def __init__(self, options: Training, ctx: WorkerContext, task: Task, train: Any, *, meter: StepMeter) -> None:
         self.enabled = options.batch_size == "balanced" and ctx.world_size > 1
         self._measures = measures_steps(options, ctx.world_size)
         self.most_updates = WINDOW if self._measures else 1 << 30
         """Most updates between two agreements."""
-        self._ctx, self._meter, self._trial = ctx, meter, trial
+        self._ctx, self._meter = ctx, meter
         self._total = options.global_batch_size
         if not self.enabled:
             return
@@ -76,16 +80,17 @@ class ShareBalance:
         self._bounds = [0] * ctx.world_size
         """Agreed bounds by memory; 0: none."""
         self._own_bound = 0
+        self._samples = 0
+        """Samples of the micro-batch in progress."""
         self._times: list[ComputeTime] = []
         """The last agreed measurement; empty before the first."""
         self._cause: Any = "start"
+        self._learned = LearnedSpeeds(options, describe(task.Options), msgspec.to_builtins(task.options))
+        self._models: list[str] = []
+        """Models of the ranks' devices, where speeds are measured."""
         self._change: ShareChange | None = None
         """The last change, until it was measured."""
         self._told_slow = False
-        # With a static graph, DDP learns the graph from the first backward pass, which must be one of a step.
-        self._tries = not options.static_graph
-        self._untried = 2
-        """Updates before which a batch is tried: the first one, and the next, when the optimizer has its state."""
         self._begin(1)
 
     def _begin(self, step: int) -> None:
@@ -102,8 +107,21 @@ class ShareBalance:
         if self.enabled:
             if self._recorded is not None:
                 self._train.set_batch_sizes(self._recorded.get(step, self._shares))
+            else:
+                self._begin_with_learned()
             self._begin(step)
             self._write(ShareChange(time=time.time(), step=step, previous=[], shares=self._shares, cause=self._cause))
+
+    def _begin_with_learned(self) -> None:
+        """Take the shares that fit the speeds of the ranks' devices in earlier runs, which rank 0 knows."""
+        self._models = distributed.all_gather_list(device_model(self._ctx.device))
+        learned = distributed.from_master(lambda: self._learned.shares(self._models, self._total, least=self._least))
+        if self._cause == "start" and learned is not None and max(learned) <= (self._limit or self._total):
+            self._train.set_batch_sizes(learned)
+            self._cause = "learned"
+            self._ctx.print_line(
+                f"the ranks' shares are {_listed(learned)} {self._unit} at the start, by earlier runs on such devices"
+            )
 
     @property
     def _least(self) -> int:
@@ -124,14 +142,10 @@ class ShareBalance:
                 yield micro, last
                 continue
             share = self._train.batch_sizes[self._ctx.rank]
-            # All ranks try at the same updates, for the sake of collectives in a model's forward pass.
             whole = bool(self._longest) or update.global_samples == self._total * update.micro_steps
             if whole and index == 1 and self._measures:
                 self._made[step] = update.micro_steps
-            if self._untried and self._tries and whole and index == 1:
-                self._untried -= 1
-                if (most := self._trial.most_samples(micro)) < micro.samples:
-                    self._own_bound = max(share * most // micro.samples, 1) if self._longest else most
+            self._samples = micro.samples
             most = micro.samples * self._own_bound // share if self._longest else self._own_bound
             if self._own_bound and (most := max(most, 1)) < micro.samples and divides(micro):
                 parts = in_parts(micro, most)
@@ -139,6 +153,12 @@ class ShareBalance:
                     yield part, last and part is parts[-1]
             else:
                 yield micro, last
+
+    def ran_out(self, most: int, *, step: int) -> None:
+        """Note that a part of a micro-batch may have so many samples, since this rank's memory ran out in a step."""
+        share = self._shares[self._ctx.rank]
+        self._own_bound = max(share * most // self._samples, 1) if self._longest else most
+        self._made.pop(step, None)
 
     def numbers(self) -> list[int]:
         """Return what this rank tells the others; each number is 0 in the place of every other rank."""
@@ -206,7 +226,6 @@ class ShareBalance:
         if any(self._bounds):
             change.bounds = list(self._bounds)
         self._train.set_batch_sizes(new)
-        self._untried = max(self._untried, 1)
         self._begin(step)
         self._change = change
         self._write(change)
@@ -224,6 +243,8 @@ class ShareBalance:
             self._change.time = time.time()
             self._write(self._change)
             self._change = None
+            if self._ctx.rank == 0:
+                self._learned.learn(self._models, self._times)
 
     def _tell_slow(self) -> None:
         """Report, once, a rank that is the slowest one even with one sample."""

@@ -18,18 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 from torch import Tensor
 
 from trainer.contract.errors import RequestError
-from trainer.contract.home_folder import expand_home
-
-
-def folder() -> Path:
-    """Return ``$GPUTRAIN_CACHE``, or the platform's cache folder of the user."""
-    chosen = os.environ.get("GPUTRAIN_CACHE")
-    return expand_home(chosen) if chosen else platformdirs.user_cache_path("gputrain")
+from trainer.contract.home_folder import cache_folder
 
 
 def fingerprint(files: Sequence[Path]) -> list[list[Any]]:
@@ -46,7 +39,7 @@ def entry(kind: str, inputs: Any, build: Callable[[Path], None]) -> Path:
         RequestError: the cache cannot be written.
     """
     digest = hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:32]
-    root = folder()
+    root = cache_folder()
     final = root / f"{kind}-{digest}"
     if final.is_dir():
         return final

@@ -131,9 +131,9 @@ class ShareChange(Event, kw_only=True, tag="shares"):
     """Samples per micro-step of each rank before; empty at the start."""
     shares: list[Count]
     """Samples per micro-step of each rank from this step on; their sum stays."""
-    cause: Literal["start", "measured", "memory", "resumed", "recorded"]
-    """``start``: equal shares; ``measured``: by the times below; ``memory``: a rank ran out of memory; ``resumed``: by
-    the checkpoint; ``recorded``: by the record of another run."""
+    cause: Literal["start", "learned", "measured", "memory", "resumed", "recorded"]
+    """``start``: equal shares; ``learned``: those of a start, by speeds of earlier runs; ``measured``: by the times
+    below; ``memory``: a rank ran out of memory; ``resumed``: by the checkpoint; ``recorded``: by another run."""
     fixed_ms: list[FiniteFloat] | None = None
     """Compute of each rank that does not depend on its share; absent where nothing was measured."""
     per_sample_ms: list[FiniteFloat] | None = None
