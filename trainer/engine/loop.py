@@ -7,10 +7,8 @@ entries of a checkpoint, and resuming, are in `training_state.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -250,17 +248,24 @@ class Loop:
             if self._compilation.due:
                 with meter.excluded("compile"):
                     self._compilation.begin(batch, step=step)
-            with self._micro_step(batch, micro.samples, step=step, last=last):
-                with self.autocast:
-                    loss, count, metrics = summed_loss(self.task, self.model, batch)
-                if micro.samples:
-                    self._metrics.add(metrics, count)
-                loss = items.add(loss, count, micro.samples, last=last)
-                meter.lap("forward")
-                loss_sum = loss_sum + finite.require_loss(loss, batch, step=step)
-                self._flops.begin_backward()
-                self.scaler.scale(items.weigh(loss)).backward()  # type: ignore[no-untyped-call]
-                meter.lap("backward")
+            keeps_buffers = nullcontext() if micro.samples else keep_buffers(self.raw_model)
+            try:
+                # Only the last micro-batch reduces gradients.
+                with self.strategy.micro_step(last=last), self._flops.count(batch, micro.samples), keeps_buffers:
+                    with self.autocast:
+                        loss, count, metrics = summed_loss(self.task, self.model, batch)
+                    if micro.samples:
+                        self._metrics.add(metrics, count)
+                    loss = items.add(loss, count, micro.samples, last=last)
+                    meter.lap("forward")
+                    loss_sum = loss_sum + finite.require_loss(loss, batch, step=step)
+                    self._flops.begin_backward()
+                    self.scaler.scale(loss).backward(items.weight(loss))  # type: ignore[no-untyped-call]
+                    meter.lap("backward")
+            except (RuntimeError, MemoryError) as error:
+                self._use.raise_unused(error)
+                raise_out_of_memory(error, batch, step=step)
+                raise
         gradients = self._use.gradients(step=step)
         grad_scale = items.correct_gradients() * self.scaler.value
         self.scaler.unscale_(self.optimizer)
@@ -275,18 +280,6 @@ class Loop:
         meter.lap("optimizer")
         self._report_step(items.mean(loss_sum), lr=lr, grad_norm=grad_norm, grad_scale=grad_scale)
         return True
-
-    @contextmanager
-    def _micro_step(self, batch: Any, samples: int, *, step: int, last: bool) -> Iterator[None]:
-        """Surround a micro-batch's forward and backward pass; only that of the last one reduces gradients."""
-        keeps_buffers = nullcontext() if samples else keep_buffers(self.raw_model)
-        try:
-            with self.strategy.micro_step(last=last), self._flops.count(batch, samples), keeps_buffers:
-                yield
-        except (RuntimeError, MemoryError) as error:
-            self._use.raise_unused(error)
-            raise_out_of_memory(error, batch, step=step)
-            raise
 
     def _report_step(
         self, loss: Tensor | float | None, *, lr: float, grad_norm: Tensor | float, grad_scale: Tensor | float
