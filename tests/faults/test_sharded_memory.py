@@ -1,65 +1,67 @@
-"""A model that does not fit a rank's memory: DDP ends with a message, ``--strategy fsdp`` trains it."""
+"""A model that does not fit a rank's memory: DDP ends with a message, ``--strategy fsdp`` trains it.
+
+The limit is RLIMIT_DATA of each rank, from the building of its model on: with that of a cgroup the kernel would kill
+the rank in place of the message.
+"""
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
-from forked_trainer import ForkedTrainer
+from checkpoint_log import newest
+from trained import TrainingResult, train
 
-from trainer.checkpoint import load
 from trainer.contract.errors import ExitCode
 
-LIMIT_MIB = 250
-"""DDP takes 290: four times the model's 54, and 70 for all else. Two ranks that divide the model take 190."""
-SUPPORT = Path(__file__).parents[1] / "support"
+LIMIT_MIB = 155
+"""DDP takes 170: four times the model's 25, and 70 for all else. Two ranks that divide the model take 130."""
+TASK = f"{Path(__file__).parents[1] / 'support/limited_lm.py'}:LimitedLm"
+WIDTHS = {"single": 256, "double": 160}
+"""Widths of the models, which take 25 and 20 MiB."""
 
 
-def train(folder: Path, strategy: str, ranks: int, *words: str, limit_mib: int = LIMIT_MIB) -> tuple[int, str]:
-    data = folder / "text.txt"
-    if not data.exists():
-        data.write_bytes(bytes(range(32, 122)) * 12)
-    model = ["--context", "16", "--dim", "384", "--layers", "8", "--heads", "2", "--sample-bytes", "0"]
-    request = ["--task", "limited_lm:LimitedLm", "--limit-mib", str(limit_mib), "--data", str(data), *model]
-    group = ["--cpu", "--distributed-world-size", str(ranks), "--threads", "1", "--strategy", strategy]
-    steps = ["--max-epochs", "2", "--lr", "3e-4", "--valid-every-epochs", "0", "--save-every-epochs", "0", *words]
-    batch = ["--batch-size", str(12 // ranks)] if 12 % ranks == 0 else []
-    environ = {**os.environ, "PYTHONPATH": str(SUPPORT)}
-    done: subprocess.CompletedProcess[str] = ForkedTrainer(
-        [*request, *group, *steps, *batch], cwd=folder, environ=environ
-    ).finish()
-    return done.returncode, done.stdout + done.stderr
+def trained(folder: Path, strategy: str, ranks: int, *words: object, precision: str, limit_mib: int) -> TrainingResult:
+    """Train on batches of 12 samples, three to an epoch."""
+    data = folder.parent / "text.txt"
+    data.write_bytes((bytes(range(32, 122)) * 9)[:584])
+    model = ("--context", 16, "--dim", WIDTHS[precision], "--layers", 8, "--heads", 2, "--sample-bytes", 0)
+    request = ("--task", TASK, "--data", data, "--valid-fraction", 0, *model, *["--double"] * (precision == "double"))
+    steps = ("--batch-size", 12 // ranks, "--max-epochs", 2, "--lr", "3e-4", "--save-every-epochs", 0, *words)
+    return train(folder, *request, "--strategy", strategy, "--limit-mib", limit_mib, *steps, ranks=ranks)
 
 
-@pytest.fixture(scope="module")
-def divided(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training on two ranks, under the limit, that ended within its second epoch."""
-    folder = tmp_path_factory.mktemp("divided")
-    code, text = train(folder, "fsdp", 2, "--save-dir", "saved", "--max-updates", "3")
-    assert code == ExitCode.FINISHED, text
-    return folder
+def state_and_loss(done: TrainingResult, ranks: int) -> tuple[dict[str, object], float]:
+    """Return the last checkpoint, and the sum over two steps of the mean loss of all ranks, whose batches are equal."""
+    assert done.code == ExitCode.FINISHED, done.output
+    found = newest(done.run_dir / "checkpoints")
+    assert found is not None
+    assert sum(event["samples"] for event in done.events_of("step")) == 2 * 12
+    return found[1], sum(done.sum_of("loss", rank) for rank in range(ranks)) / ranks
 
 
 def test_ddp_runs_out_of_memory_with_one_line_that_names_the_other_strategy(tmp_path: Path) -> None:
-    code, text = train(tmp_path, "ddp", 2, "--save-dir", "saved")
-    assert code == ExitCode.FAILED
-    assert "or --strategy fsdp, which divides the model among the ranks" in text
-    assert not list((tmp_path / "saved").glob("*.pt"))
+    done = trained(tmp_path / "run", "ddp", 2, precision="single", limit_mib=LIMIT_MIB)
+    assert done.code == ExitCode.FAILED
+    assert "or --strategy fsdp, which divides the model among the ranks" in done.output
+    assert not list((tmp_path / "run").glob("checkpoints/*.pt"))
 
 
-def test_two_three_and_four_ranks_under_the_limit_end_where_ddp_without_it_does(divided: Path) -> None:
-    more = ["--resume", "saved", "--max-updates", "5"]
-    code, text = train(divided, "ddp", 2, *more, "--save-dir", "ddp", limit_mib=0)
-    assert code == ExitCode.FINISHED, text
-    expected = load(max((divided / "ddp").glob("step_*")))
-    for ranks in (2, 3, 4):
-        code, text = train(divided, "fsdp", ranks, *more, "--save-dir", f"fsdp{ranks}")
-        assert code == ExitCode.FINISHED, text
-        saved = load(max((divided / f"fsdp{ranks}").glob("step_*")))
+@pytest.mark.parametrize(("precision", "exact", "worlds"), [("single", 1e-6, (2, 3, 4)), ("double", 1e-12, (3,))])
+def test_other_ranks_under_the_limit_go_on_and_end_where_ddp_without_it_does(
+    tmp_path: Path, precision: str, exact: float, worlds: tuple[int, ...]
+) -> None:
+    within_epoch = ("--max-updates", 2)
+    begun = trained(tmp_path / "begun", "fsdp", 2, *within_epoch, precision=precision, limit_mib=LIMIT_MIB)
+    state_and_loss(begun, 2)
+    more = ("--resume", begun.run_dir / "checkpoints", "--max-updates", 4)
+    ddp = trained(tmp_path / "ddp", "ddp", 2, *more, precision=precision, limit_mib=0)
+    expected, expected_loss = state_and_loss(ddp, 2)
+    for ranks in worlds:
+        done = trained(tmp_path / f"fsdp{ranks}", "fsdp", ranks, *more, precision=precision, limit_mib=LIMIT_MIB)
+        saved, loss = state_and_loss(done, ranks)
         assert saved["position"] == expected["position"]  # each sample once
-        assert saved["updates"] == expected["updates"]
+        assert loss == pytest.approx(expected_loss, rel=exact)
         for name, weight in expected["model"].items():
-            torch.testing.assert_close(saved["model"][name], weight, rtol=0, atol=1e-6)
+            torch.testing.assert_close(saved["model"][name], weight, rtol=0, atol=exact)

@@ -16,6 +16,7 @@ from trainer.tasks.lm import LanguageModel
 class LimitedOptions(LmOptions, kw_only=True, forbid_unknown_fields=True):
     limit_mib: int = 0
     """Memory that a rank may take from when it builds its model on, MiB; 0: no limit."""
+    double: bool = False
 
 
 class LimitedLm(LanguageModel):
@@ -28,4 +29,5 @@ class LimitedLm(LanguageModel):
             (used,) = (int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:"))
             limit = used + (self.options.limit_mib << 20)
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        return super().model()
+        model = super().model()
+        return model.double() if self.options.double else model

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,7 @@ from trainer.data.loader import BatchLoader, Collate, MicroBatch, mix_seed
 from trainer.data.shares import MicroSteps, Shares, TokenLimit, shared_micro_steps, token_micro_steps
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """Position of the training in its data; valid for every world size."""
 
     epoch: int
@@ -32,7 +32,7 @@ class Position:
     """Samples of the epoch that all ranks together have read."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Update:
     """Micro-steps of one optimizer step; iterating it reads this rank's batches one by one, once."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import PathFinder
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ Bounds = Callable[[int], tuple[int, int]]
 """Function from a micro-step's start to the start and end of this rank's slice of the order."""
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """Batch of one rank in one micro-step."""
 
     batch: Any
@@ -133,14 +132,11 @@ class BatchLoader:
 
     def read(self, order: Tensor | range, starts: Sequence[int], bounds: Bounds, *, seed: int) -> Iterator[MicroBatch]:
         """Yield one micro-batch per start, a dummy where the slice is empty; ends the previous ``read``."""
+        indices = _slices_of(order)
         if self._loader is None:
-            return self._micro_batches(
-                starts, bounds, lambda low, high: self._pin(self._fetch(_indices(order, low, high)))
-            )
+            return self._micro_batches(starts, bounds, lambda low, high: self._pin(self._fetch(indices(low, high))))
         self._requests.requests = (
-            _BatchRequest(_indices(order, low, high), mix_seed(seed, low))
-            for low, high in map(bounds, starts)
-            if low < high
+            _BatchRequest(indices(low, high), mix_seed(seed, low)) for low, high in map(bounds, starts) if low < high
         )
         self._ahead = read_ahead(self._loader)
         return self._micro_batches(starts, bounds, lambda low, high: next(self._ahead))
@@ -198,9 +194,20 @@ def _raise_carried(batch: Any) -> Any:
     return batch
 
 
-def _indices(order: Tensor | range, low: int, high: int) -> list[int]:
-    part = order[low:high]
-    return part.tolist() if isinstance(part, Tensor) else list(part)
+def _slices_of(order: Tensor | range) -> Callable[[int, int], list[int]]:
+    """Return a function of the slices of an order, for slices that mostly follow each other."""
+    # Numbers that are made of a tensor at once: for each small slice that would take longer than to copy the batch.
+    block_size = 1024
+    first, block = 0, list[int]()
+
+    def indices(low: int, high: int) -> list[int]:
+        nonlocal first, block
+        if not first <= low <= high <= first + len(block):
+            part = order[low : max(high, low + block_size)]
+            first, block = low, part.tolist() if isinstance(part, Tensor) else list(part)
+        return block[low - first : high - first]
+
+    return indices
 
 
 def unchanged(batch: Any) -> Any:

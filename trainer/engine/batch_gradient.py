@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,18 +85,25 @@ class BatchGradient:
         if self.compilation.due:
             with self.meter.excluded("compile"):
                 self.compilation.begin(batch, step=step)
-        with self._micro_step(batch, micro.samples, step=step, last=last):
-            loss, value = self._loss(self.strategy.model, batch, micro.samples, step=step, last=last)
-            self.meter.lap("forward")
-            self.flops.begin_backward()
-            loss.backward()  # type: ignore[no-untyped-call]
-            self.meter.lap("backward")
+        keeps_buffers = nullcontext() if micro.samples else keep_buffers(self.strategy.module)
+        try:
+            # Only the last micro-batch reduces gradients.
+            with self.strategy.micro_step(last=last), self.flops.count(batch, micro.samples), keeps_buffers:
+                loss, weight, value = self._loss(self.strategy.model, batch, micro.samples, step=step, last=last)
+                self.meter.lap("forward")
+                self.flops.begin_backward()
+                loss.backward(weight)  # type: ignore[no-untyped-call]
+                self.meter.lap("backward")
+        except (RuntimeError, MemoryError) as error:
+            self.use.raise_unused(error)
+            raise_out_of_memory(error, batch, step=step)
+            raise
         return value
 
     def _loss(
         self, model: nn.Module, batch: Any, samples: int, *, step: int, last: bool, counts: bool = True
-    ) -> tuple[Tensor, Tensor | float]:
-        """Return the loss [] of a batch as it is differentiated, and its summed loss."""
+    ) -> tuple[Tensor, Tensor, Tensor | float]:
+        """Return the loss [] of a batch as it is differentiated, what its backward pass begins with, and its sum."""
         with self.autocast:
             loss, count, metrics = summed_loss(self.task, model, batch)
         if counts:
@@ -104,19 +111,7 @@ class BatchGradient:
                 self.metrics.add(metrics, count)
             loss = self.items.add(loss, count, samples, last=last)
         value = self.finite.require_loss(loss, batch, step=step)
-        return self.scaler.scale(self.items.weigh(loss)), value
-
-    @contextmanager
-    def _micro_step(self, batch: Any, samples: int, *, step: int, last: bool) -> Iterator[None]:
-        """Surround a micro-batch's forward and backward pass; only that of the last one reduces gradients."""
-        keeps_buffers = nullcontext() if samples else keep_buffers(self.strategy.module)
-        try:
-            with self.strategy.micro_step(last=last), self.flops.count(batch, samples), keeps_buffers:
-                yield
-        except (RuntimeError, MemoryError) as error:
-            self.use.raise_unused(error)
-            raise_out_of_memory(error, batch, step=step)
-            raise
+        return self.scaler.scale(loss), self.items.weight(loss), value
 
     def _in_parts(
         self, micro: MicroBatch, problem: str, *, step: int, counted: bool, last: bool
@@ -148,9 +143,11 @@ class BatchGradient:
             try:
                 batch = self._to_device(part_of(micro, at, end).batch)
                 ends = last and end == micro.samples
-                loss, part = self._loss(self.strategy.module, batch, end - at, step=step, last=ends, counts=counts)
+                loss, weight, part = self._loss(
+                    self.strategy.module, batch, end - at, step=step, last=ends, counts=counts
+                )
                 counted_to = max(counted_to, end)
-                found = torch.autograd.grad(loss, rest, allow_unused=True)
+                found = torch.autograd.grad(loss, rest, weight, allow_unused=True)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
@@ -48,7 +49,7 @@ class Strategy(Protocol):
     def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
         """Return the context of a micro-step's forward and backward pass; ``last``: of an optimizer step."""
 
-    def clip(self, values: list[Tensor], max_norm: float) -> Tensor:
+    def clip(self, values: list[Tensor], max_norm: float) -> Tensor | float:
         """Return the norm [] of all gradients, with this rank's values; scale them down to ``max_norm`` if above 0."""
 
     def measure(self, meter: StepMeter) -> None:
@@ -83,7 +84,7 @@ class Replicated:
         one_device = len({each.device for each in self.module.parameters()}) == 1
         self._total_norm = total_norm if one_device else torch.nn.utils.get_total_norm
 
-    def clip(self, values: list[Tensor], max_norm: float) -> Tensor:
+    def clip(self, values: list[Tensor], max_norm: float) -> Tensor | float:
         return clip(values, self._total_norm(values), max_norm)
 
     def measure(self, meter: StepMeter) -> None:
@@ -344,16 +345,21 @@ def factor_for(factor: Tensor | float, dtype: torch.dtype) -> Tensor | float:
     return factor.to(dtype) if isinstance(factor, Tensor) else factor
 
 
-def total_norm(values: list[Tensor]) -> Tensor:
-    """Return the norm [] of tensors on one device: torch's ``get_total_norm`` in half the time on the host."""
+def total_norm(values: list[Tensor]) -> Tensor | float:
+    """Return the norm [] of tensors on one device: torch's ``get_total_norm`` in half the time; a number on the CPU."""
     if not values:
         return torch.zeros(())
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))
+    norms = torch._foreach_norm(values)
+    if values[0].device.type == "cpu":
+        return math.hypot(*[norm.item() for norm in norms])
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
 
 
-def clip(values: Sequence[Tensor], norm: Tensor, max_norm: float) -> Tensor:
+def clip(values: Sequence[Tensor], norm: Tensor | float, max_norm: float) -> Tensor | float:
     """Scale gradients down from their norm [] to ``max_norm``, if that is above 0; return the norm before."""
     if max_norm > 0:
-        scale(values, torch.clamp(max_norm / (norm + 1e-6), max=1.0))  # without a branch, which would be a sync point
+        factor = max_norm / (norm + 1e-6)
+        # Of a tensor without a branch, which would be a sync point.
+        scale(values, torch.clamp(factor, max=1.0) if isinstance(factor, Tensor) else min(factor, 1.0))
     return norm

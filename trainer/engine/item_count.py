@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from trainer import distributed
 from trainer.data.batches import Update
-from trainer.engine.ddp_model import factor_for, gradients, scale
+from trainer.engine.ddp_model import gradients, scale
 from trainer.engine.non_finite import FiniteCheck
 from trainer.engine.worker_context import WorkerContext
 
@@ -39,6 +39,10 @@ class ItemCount:
         self._parameters = parameters
         self._finite = finite
         self._before_reduction = before_reduction
+        self._total: Callable[[], Tensor] | None = None
+        """Return the count of all ranks; None if it is that of this one."""
+        self._factor = 0.0
+        self._weight = torch.zeros(())
 
     @property
     def tokens(self) -> int | None:
@@ -59,15 +63,25 @@ class ItemCount:
         if last and self._per_sample:
             self._finite.require_items(self._count, samples=self.samples, step=self._step)
         elif last:
-            self._total = distributed.sum_async(self._count, self._ctx.device)
+            alone = self._ctx.world_size == 1 and not isinstance(self._count, Tensor)
+            self._total = None if alone else distributed.sum_async(self._count, self._ctx.device)
             if self._before_reduction:
                 self._correct()
                 self._divisor = self.estimate
         return loss
 
-    def weigh(self, loss: Tensor) -> Tensor:
-        """Return a summed loss [] times W / B: DDP averages over the W ranks, which gives the mean over all items."""
-        return loss * factor_for(self._ctx.world_size / self._divisor, loss.dtype)
+    def weight(self, loss: Tensor) -> Tensor:
+        """Return W / B in the shape of a summed loss, to begin its backward pass with.
+
+        DDP averages over the W ranks, which gives the gradient of the mean over all items. The same tensor serves as
+        long as the number is the same: to create one, or to multiply the loss, takes longer than a small layer.
+        """
+        factor = self._ctx.world_size / self._divisor
+        if isinstance(factor, Tensor):
+            return factor.to(loss.dtype).expand_as(loss)
+        if factor != self._factor or self._weight.dtype != loss.dtype or self._weight.shape != loss.shape:
+            self._factor, self._weight = factor, torch.full_like(loss.detach(), factor)
+        return self._weight
 
     def correct_gradients(self) -> Tensor | float:
         """Turn gradients that were divided by an estimate into the exact mean; return true count over estimate."""
@@ -79,7 +93,8 @@ class ItemCount:
         return loss / self._count if self.samples and (isinstance(self._count, Tensor) or self._count) else None
 
     def _correct(self) -> Tensor | float:
-        estimate, total = self.estimate, self._finite.require_count(self._total(), step=self._step)
+        total = self._count if self._total is None else self._total()
+        estimate, total = self.estimate, self._finite.require_count(total, step=self._step)
         self.estimate = torch.where(total > 0, total, estimate) if isinstance(total, Tensor) else total
         if isinstance(self.estimate, Tensor) or self.estimate != estimate:
             scale(gradients(self._parameters), estimate / self.estimate)  # none before a backward pass

@@ -93,27 +93,27 @@ class FiniteCheck:
             return value
         raise NonFiniteError(self._loss_message(step, self._locate(batch)))
 
-    def require_gradient(self, norm: Tensor, optimizer: Optimizer, *, step: int) -> Tensor | float:
+    def require_gradient(self, norm: Tensor | float, optimizer: Optimizer, *, step: int) -> Tensor | float:
         """Raise if the norm [] of the gradients, equal on all ranks, is not finite; on a GPU check it later."""
         if self._scaled:
             return norm
-        if self._copies is not None:
+        if self._copies is not None and isinstance(norm, Tensor):
             self._check_later("gradient", norm, step, self._copies)
             # True of infinities and of what is not a number, by half as many kernels as ``isfinite`` takes.
             overflowed = norm - norm != 0
             self._overflowed = overflowed if self._overflowed is None else self._overflowed | overflowed
             self._keep_from_stepping(optimizer, self._overflowed)
             return norm
-        if math.isfinite(value := norm.item()):
+        if math.isfinite(value := float(norm)):
             return value
         raise NonFiniteError(self._gradient_message(step, self._batch))
 
-    def require_count(self, count: Tensor, *, step: int) -> Tensor | float:
-        """Raise if the items of all ranks in a step, [], are not above 0; on a GPU check it later."""
-        if self._copies is not None:
+    def require_count(self, count: Tensor | float, *, step: int) -> Tensor | float:
+        """Raise if the items of all ranks in a step, [], are not above 0; if they are on a GPU, check it later."""
+        if self._copies is not None and isinstance(count, Tensor):
             self._check_later("count", count, step, self._copies)
             return count
-        if (value := count.item()) <= 0:
+        if (value := float(count)) <= 0:
             raise TrainingError(_no_item(step))
         return value
 

@@ -34,6 +34,8 @@ class ParameterUse:
         self._all_reduced = strategy.needs_all_gradients
         self._cure = "" if strategy.sharded else "give --find-unused-parameters, or "
         self._sparse = bool(with_sparse_gradient(self._model))
+        self._whole = not (self._sparse or strategy.sharded)
+        """Whether each gradient is a tensor of all its values."""
         self._first = True
         self._known: set[str] = set()
         """Parameters that were reported already."""
@@ -48,7 +50,10 @@ class ParameterUse:
         """Return the gradients of a step, of sparse ones the values; report or refuse parameters without one."""
         if self._sparse:
             coalesce(self._parameters)
-        present = gradients(self._parameters)
+        if self._whole:
+            present = [each.grad for each in self._parameters if each.grad is not None]
+        else:
+            present = gradients(self._parameters)
         if self._first:
             require_same_parameters(self._model, self._names)
         if len(present) < len(self._parameters) and (self._first or self._all_reduced):

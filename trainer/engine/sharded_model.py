@@ -77,7 +77,7 @@ class FullySharded:
     def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def clip(self, values: Sequence[Tensor], max_norm: float) -> Tensor:
+    def clip(self, values: Sequence[Tensor], max_norm: float) -> Tensor | float:
         own = torch.nn.utils.get_total_norm(values)
         square = own.to(torch.float64).square()
         dist.all_reduce(square, group=self._group)

@@ -50,9 +50,9 @@ class HostClock:
     def mark(self, *, waits: bool = True) -> tuple[float, float]:
         """Return a mark after all work that is queued on the device; without ``waits`` it repeats the run delay."""
         now = self._clock()
-        # Minimum time between two readings of the run delay: each costs a tenth of it, and a wait within it is
-        # negligible.
-        run_delay_interval_s = 50e-6
+        # Minimum time between two readings of the run delay: each costs a hundredth of it. A wait in between counts
+        # to the phase at whose end it is read.
+        run_delay_interval_s = 250e-6
         if waits and now - self._read_s > run_delay_interval_s and self._waits is not None:
             self._waited, self._read_s = self._waits(), now
         return now, self._waited

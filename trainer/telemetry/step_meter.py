@@ -30,7 +30,7 @@ from trainer.telemetry.comm_hook import BucketHook, Buckets, CommHook, HookRelay
 from trainer.telemetry.ddp_log import DdpLog, ddp_of, total
 from trainer.telemetry.step_events import WARM_UP, Phase, StepReading
 from trainer.telemetry.step_recorder import StepRecorder
-from trainer.telemetry.torch_compile import LONG_COMPILATION_S, compiled_ns, has_compiler, is_compiling
+from trainer.telemetry.torch_compile import LONG_COMPILATION_S, compiled_ns, is_compiling
 
 __all__ = ["Phase", "StepMeter"]
 
@@ -126,7 +126,7 @@ class StepMeter:
         self._faults_lock = threading.Lock()
         self._count = 0
         self._compiled_ns: list[float] = []
-        """Time in torch.compile so far, at each mark of the step; empty while this process has not imported it."""
+        """Time in torch.compile so far, at each mark of the step."""
         self._marks: list[Mark] = []
         self._phases: list[Phase] = []
         self._step = 0
@@ -189,7 +189,7 @@ class StepMeter:
         # The old mark is not released: it is also the end of the last step, which the device may not have reached.
         self._marks = [self._mark()]
         self._phases = []
-        self._compiled_ns = [compiled_ns()] if has_compiler() else []
+        self._compiled_ns = [compiled_ns()]
         self._gc_s = 0.0
         if self._collectives is not None:
             self._collectives.begin_step(self._phases, detailed=self._detailed())
@@ -226,8 +226,7 @@ class StepMeter:
         end = self._mark(waits=False)
         self._marks.append(end)
         compiled = self._compiled_ns
-        if compiled:
-            compiled.append(compiled_ns())
+        compiled.append(compiled_ns())
         self._recorder.add(
             StepReading(
                 self._now(),
@@ -246,11 +245,11 @@ class StepMeter:
                 self._clock_set.ms(),
                 None if self._collectives is None else self._collectives.take(),
                 is_local,
-                compiled if compiled and compiled[-1] > compiled[0] else (),
+                compiled if compiled[-1] > compiled[0] else (),
             )
         )
         self._marks, self._phases = [end], []
-        self._compiled_ns = compiled[-1:] or ([compiled_ns()] if has_compiler() else [])
+        self._compiled_ns = compiled[-1:]
         self._count += 1
         self._step = step
         self._gc_s = 0.0
@@ -337,8 +336,7 @@ class StepMeter:
     def _lap(self, phase: Phase) -> None:
         self._phases.append(phase)
         self._marks.append(self._mark())
-        if self._compiled_ns:
-            self._compiled_ns.append(compiled_ns())
+        self._compiled_ns.append(compiled_ns())
 
     def _take(self) -> Sequence[Buckets]:
         if len(self._hooks) == 1:

@@ -36,14 +36,11 @@ def is_compiling() -> bool:
     )
 
 
-def has_compiler() -> bool:
-    """Whether this process has imported torch.compile."""
-    return "torch._dynamo.utils" in sys.modules
-
-
 def compiled_ns() -> float:
-    """Return the time for which torch.compile was at work in this process that has imported it, nanoseconds."""
-    times = sys.modules["torch._dynamo.utils"].cumulative_time_spent_ns
+    """Return the time for which torch.compile was at work in this process, nanoseconds."""
+    compiler = sys.modules.get("torch._dynamo.utils")
+    if compiler is None or not (times := compiler.cumulative_time_spent_ns):
+        return 0.0
     return float(times.get("entire_frame_compile", 0.0) + times.get("entire_backward_compile", 0.0))
 
 
