@@ -84,16 +84,11 @@ def test_it_is_shown_is_a_finding_and_does_not_use_up_patience(tmp_path: Path, m
         assert "nan" in run(tmp_path, "runs").stdout
 
 
-def test_a_finite_validation_clears_the_finding_and_patience_counts_those_only(tmp_path: Path) -> None:
-    done, events = train(
-        tmp_path, "max_epochs = 9\npatience = 2\ntest = false\nbest_metric = 'accuracy'", "begin = 2\nend = 3"
-    )
-    # The accuracy is 1 at every validation: no better after the first; the loss is NaN at steps 2 and 3.
-    assert done.returncode == 0, done.stderr
-    assert findings(events)[0] == ("raised", 2)
+def test_a_finite_validation_clears_the_finding(tmp_path: Path) -> None:
     done, events = train(
         tmp_path, "max_epochs = 9\npatience = 2\ntest = false\nlr_scheduler = 'fixed'", "begin = 2\nend = 3"
     )
+    assert done.returncode == 0, done.stderr
     assert findings(events) == [("raised", 2), ("cleared", 4)]
 
 
