@@ -21,6 +21,7 @@ from host_recipe import ENDLESS, TESTS, check_rank, events, is_training, recipe,
 from network_namespaces import LIMIT_S, NamespaceHost, wait_until
 from ssh_lab import PYTHONPATH, SshLab, require_ssh, ssh_lab, start_sshd
 from taken_names import TakenNames
+from text_cache import with_task_options
 
 from gputrain_tui.history.record_tail import last_step
 from gputrain_tui.hosts.host_agent import LEASE_S
@@ -69,6 +70,7 @@ class SshCluster:
         (self.lab.folder / "recipe.toml").write_text(nodes + train)
 
     def write(self, *lines: str, **options: Any) -> None:
+        with_task_options(self.home)
         place = f'[cluster]\nenv = {{ PYTHONPATH = "{PYTHONPATH}" }}\n' + "".join(f"{line}\n" for line in lines)
         (self.lab.folder / "recipe.toml").write_text(
             recipe(self.names, self.ranks, **options).replace("[train]", f"{place}[train]")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from record_reading import events_of
+from text_cache import with_task_options
 from trained import ENVIRON
 from waiting import LIMIT_S
 
@@ -37,7 +38,7 @@ threads = 1
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environ = {**ENVIRON, "GPUTRAIN_HOME": str(folder / "home")}
+    environ = {**ENVIRON, "GPUTRAIN_HOME": str(with_task_options(folder / "home"))}
     command = [sys.executable, "-m", "gputrain_tui", *words]
     return subprocess.run(
         command, cwd=folder, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_S
