@@ -17,6 +17,7 @@ import pytest
 from host_recipe import ENDLESS, events, is_training, recipe
 from network_namespaces import LIMIT_S, wait_until
 from ssh_lab import PYTHONPATH, SshLab, require_ssh, ssh_lab
+from text_cache import with_task_options
 
 INTERFACES = dict.fromkeys(("h0", "h1", "h2"), "eth0")
 GPUTRAIN = (sys.executable, "-m", "gputrain_tui")
@@ -46,6 +47,7 @@ def lab(running_lab: SshLab) -> Iterator[SshLab]:
 
 
 def write(lab: SshLab, *lines: str, **train: Any) -> None:
+    with_task_options(lab.disk_of(lab.hosts[0]) / "home")
     place = f'[cluster]\nenv = {{ PYTHONPATH = "{PYTHONPATH}" }}\n' + "".join(f"{line}\n" for line in lines)
     text = recipe(["h1", "h2"], [1, 1], **train).replace("[train]", f"{place}[train]")
     (lab.folder / "recipe.toml").write_text(text)

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from host_recipe import ENDLESS, TESTS, check_rank, events, is_training, recipe
+from host_recipe import ENDLESS, TESTS, check_rank, events, is_training, recipe, torch_free_recipe
 from network_namespaces import LIMIT_S, NamespaceHost, wait_until
 from ssh_lab import PYTHONPATH, SshLab, require_ssh, ssh_lab, start_sshd
 from taken_names import TakenNames
+from text_cache import with_task_options
 
 from gputrain_tui.history.record_tail import last_step
 from gputrain_tui.hosts.host_agent import LEASE_S
@@ -69,10 +70,20 @@ class SshCluster:
         (self.lab.folder / "recipe.toml").write_text(nodes + train)
 
     def write(self, *lines: str, **options: Any) -> None:
+        with_task_options(self.home)
         place = f'[cluster]\nenv = {{ PYTHONPATH = "{PYTHONPATH}" }}\n' + "".join(f"{line}\n" for line in lines)
         (self.lab.folder / "recipe.toml").write_text(
             recipe(self.names, self.ranks, **options).replace("[train]", f"{place}[train]")
         )
+
+    def write_torch_free(self, *lines: str) -> None:
+        """A recipe of ranks that train nothing, and go on until a signal ends them."""
+        place = f'env = {{ PYTHONPATH = "{PYTHONPATH}" }}'
+        (self.lab.folder / "recipe.toml").write_text(torch_free_recipe(self.names, self.ranks, place, *lines))
+
+    def use(self, names: Sequence[str], ranks: Sequence[int]) -> None:
+        """Train on some of the hosts only."""
+        self.names, self.ranks = names, ranks
 
     def start(self, *words: str, **environ: str) -> subprocess.Popen[str]:
         options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -106,9 +117,7 @@ class SshCluster:
 
     def findings(self, kind: str) -> list[str]:
         """The states of what was found of a kind, in their order."""
-        text = (self.record / "events" / "run.ndjson").read_text()
-        found = [json.loads(line) for line in text.splitlines() if f'"{kind}"' in line]
-        return [finding.get("state", "raised") for finding in found]
+        return [event.get("state", "raised") for event in events(self.record, "run") if event.get("kind") == kind]
 
     def logins(self) -> list[int]:
         """How often each of the hosts with ranks was connected to."""
@@ -128,7 +137,7 @@ class SshCluster:
     def check_record(self) -> None:
         """The record here has what the hosts have, byte for byte, and every step of every rank once."""
         found = 0
-        for host in self.lab.hosts[1:]:
+        for host in (host for host in self.lab.hosts if host.name in self.names):
             theirs = self.lab.disk_of(host) / "home" / "runs" / self.record.name
             for folder in ("events", "logs", "digest", "nodes"):
                 for path in (theirs / folder).iterdir():
@@ -200,16 +209,17 @@ def test_hosts_that_share_a_disk_write_one_record_and_train_to_equal_parameters(
 
 
 def test_a_detached_run_outlives_connection_and_supervisor_is_adopted_stopped_and_resumed(cluster: SshCluster) -> None:
+    cluster.use(["h2", "h3"], [2, 1])
     cluster.write(**ENDLESS)
     before = cluster.logins()
     code, name = cluster.run("run", "recipe.toml", "--detach")
     assert code == 0, name
     cluster.train()
-    assert [now - then for now, then in zip(cluster.logins(), before, strict=True)] == [1, 1, 1], "the checks' go on"
+    assert [now - then for now, then in zip(cluster.logins(), before, strict=True)] == [0, 1, 1], "the checks' go on"
     (client,) = (pid for pid, words in cluster.on(cluster.h0).items() if words.startswith("ssh ") and " h2 " in words)
     os.kill(client, signal.SIGKILL)
     broken = time.time()
-    wait_until(lambda: recorded_after(cluster.record, 2, broken), "the record of h2 goes on")
+    wait_until(lambda: recorded_after(cluster.record, 0, broken), "the record of h2 goes on")
     cluster.h3.link("down")
     # It is raised after five seconds without an answer, so the link is down for as long.
     wait_until(lambda: cluster.findings("host_silent") == ["raised"], "host_silent is raised for h3")
@@ -217,46 +227,47 @@ def test_a_detached_run_outlives_connection_and_supervisor_is_adopted_stopped_an
     wait_until(lambda: cluster.findings("host_silent") == ["raised", "cleared"], "it is heard of again")
     assert cluster.findings("stalled") == []
     mended = time.time()
-    wait_until(lambda: recorded_after(cluster.record, 3, mended), "the record of h3 goes on")
+    wait_until(lambda: recorded_after(cluster.record, 2, mended), "the record of h3 goes on")
     os.kill(cluster.supervisor(), signal.SIGKILL)
     wait_until(lambda: not any("ssh " in words for words in cluster.on(cluster.h0).values()), "its connections end")
     code, output = cluster.run("stop", "last")
     assert code == 0, output
     assert "the supervisor of " in output
     assert "is stopped at step " in output
-    last = {check_steps(cluster.record, rank) for rank in range(4)}
+    last = {check_steps(cluster.record, rank) for rank in range(3)}
     assert len(last) == 1
     cluster.check_record()
-    kept = cluster.lab.disk_of(cluster.h1) / "home" / "runs" / cluster.record.name / "checkpoints"
-    assert f"saved h1:{cluster.lab.disk}/home/runs/{cluster.record.name}/checkpoints/step_" in output
+    kept = cluster.lab.disk_of(cluster.h2) / "home" / "runs" / cluster.record.name / "checkpoints"
+    assert f"saved h2:{cluster.lab.disk}/home/runs/{cluster.record.name}/checkpoints/step_" in output
     (checkpoint,) = kept.glob("step_*.pt")
     assert int(checkpoint.stem.removeprefix("step_")) in last
     (until,) = (step + 3 for step in last)
     words = ("--set", f"train.max_updates={until}", "--set", "train.stop_time=0")
     code, output = cluster.run("run", "--resume", "last", *words)
     assert code == 0, output
-    assert [event["step"] for event in events(cluster.record, 3) if event["type"] == "step"][-1] == until
+    assert [event["step"] for event in events(cluster.record, 2) if event["type"] == "step"][-1] == until
     cluster.check_record()
 
 
 def test_a_killed_rank_starts_all_hosts_again_and_ctrl_c_saves_on_all_of_them(cluster: SshCluster) -> None:
+    cluster.use(["h1", "h3"], [2, 1])
     cluster.write("max_restarts = 1", **ENDLESS, save_every_updates=50)
     command = cluster.start("run", "recipe.toml")
     cluster.train(command)
     wait_until(lambda: list(cluster.lab.disk_of(cluster.h1).glob("home/runs/*/checkpoints/step_*.pt")), "one is saved")
-    os.kill(pids(cluster.record, 3)[0], signal.SIGKILL)
-    wait_until(lambda: len(pids(cluster.record, 3)) == 2, "it is started again", [command])
+    os.kill(pids(cluster.record, 2)[0], signal.SIGKILL)
+    wait_until(lambda: len(pids(cluster.record, 2)) == 2, "it is started again", [command])
     again = time.time()
     wait_until(
-        lambda: all(stepped_after(cluster.record, rank, again) for rank in range(4)), "all train again", [command]
+        lambda: all(stepped_after(cluster.record, rank, again) for rank in range(3)), "all train again", [command]
     )
     command.send_signal(signal.SIGINT)
     output, _ = command.communicate(timeout=LIMIT_S)
     assert command.returncode == 130, output
     assert cluster.status()["restarts"] == 1
     assert "saved h1:" in output
-    assert {result["exit_code"] for result in results(cluster.record)} == {130}
-    assert len({result["stopped_at"] for result in results(cluster.record)}) == 1
+    assert {result["exit_code"] for result in results(cluster)} == {130}
+    assert len({result["stopped_at"] for result in results(cluster)}) == 1
     cluster.check_record()
 
 
@@ -275,11 +286,12 @@ def pids(record: Path, rank: int) -> list[int]:
     return list(dict.fromkeys(event["pid"] for event in events(record, rank) if "pid" in event))
 
 
-def results(record: Path) -> list[dict[str, Any]]:
-    return [json.loads((record / "nodes" / f"{node}.json").read_text()) for node in range(3)]
+def results(cluster: SshCluster) -> list[dict[str, Any]]:
+    return [json.loads((cluster.record / "nodes" / f"{node}.json").read_text()) for node in range(len(cluster.names))]
 
 
 def test_a_rank_that_hangs_on_a_host_is_seen_in_its_stacks_and_ends_the_run_everywhere(cluster: SshCluster) -> None:
+    cluster.use(["h1", "h2"], [2, 1])
     cluster.write("stall_timeout = 10", **ENDLESS)
     command = cluster.start("run", "recipe.toml")
     cluster.train(command)
@@ -292,7 +304,7 @@ def test_a_rank_that_hangs_on_a_host_is_seen_in_its_stacks_and_ends_the_run_ever
     answer = json.loads(output)
     assert (code, answer["silent"]) == (1, [])
     assert {rank: group["problem"] for group in answer["groups"] for rank in group["ranks"]} == {
-        0: "", 1: "", 2: "the process is stopped (state T)", 3: "",
+        0: "", 1: "", 2: "the process is stopped (state T)",
     }  # fmt: skip
     assert took_s < LIMIT_S
     output, _ = command.communicate(timeout=LIMIT_S)
@@ -304,7 +316,8 @@ def test_a_rank_that_hangs_on_a_host_is_seen_in_its_stacks_and_ends_the_run_ever
 def test_a_rank_that_dies_without_a_supervisor_makes_the_run_a_failed_one_not_a_stopped_one(
     cluster: SshCluster,
 ) -> None:
-    cluster.write(**ENDLESS)
+    cluster.use(["h1", "h2"], [2, 1])
+    cluster.write_torch_free()
     code, name = cluster.run("run", "recipe.toml", "--detach")
     assert code == 0, name
     cluster.train()
@@ -312,32 +325,25 @@ def test_a_rank_that_dies_without_a_supervisor_makes_the_run_a_failed_one_not_a_
     spawned = [event for event in events(cluster.record, "node-1") if event.get("state") == "spawned"]
     (pid,) = (event["pid"] for event in spawned if event["rank"] == 2)
     os.kill(pid, signal.SIGKILL)
-    ranks = [words for host in cluster.lab.hosts for words in cluster.on(host).values() if "forkserver" in words]
-    print(ranks)
     code, output = cluster.run("stop", "last")
-    print(output)
-    assert code == 0
+    assert code == 0, output
     assert " has failed: " in output
     assert "SIGKILL" in output
     assert cluster.status()["exit_code"] == 1
 
 
 def test_a_lost_host_ends_the_run_on_all_others_and_the_host_ends_its_ranks_itself(cluster: SshCluster) -> None:
+    cluster.use(["h1", "h3"], [2, 1])
     cluster.write("host_timeout = 8", **ENDLESS)
     command = cluster.start("run", "recipe.toml")
     cluster.train(command)
     cluster.h3.link("down")
-    begun = time.monotonic()
     output, _ = command.communicate(timeout=LIMIT_S)
-    took_s = time.monotonic() - begun
     assert command.returncode == 1
-    assert re.search(r"h3 with rank 3 lost: no contact for \d+ s", output), output
+    assert re.search(r"h3 with rank 2 lost: no contact for \d+ s", output), output
     assert not cluster.on(cluster.h1)
-    assert not cluster.on(cluster.h2)
     wait_until(lambda: not any("trainer" in words for words in cluster.on(cluster.h3).values()), "h3 ends its ranks")
-    fenced_s = time.monotonic() - begun
     cluster.h3.link("up")
-    print(took_s, fenced_s)
     assert cluster.status()["exit_code"] == 1
 
 
@@ -380,6 +386,7 @@ def test_a_network_that_is_cut_between_two_hosts_is_named_and_nothing_of_gloo(
 ) -> None:
     if not both and shutil.which("nft") is None:
         pytest.skip("needs nft")
+    cluster.use(["h2", "h3"], [1, 1])
     cluster.write("host_timeout = 8", **ENDLESS, distributed_timeout=distributed_timeout)
     command = cluster.start("run", "recipe.toml")
     cluster.train(command)
@@ -392,7 +399,7 @@ def test_a_network_that_is_cut_between_two_hosts_is_named_and_nothing_of_gloo(
     assert failure["kind"] == "network"
     assert failure["message"].startswith(cause)
     assert cluster.status()["message"] == failure["message"]
-    for rank in range(4):
+    for rank in range(2):
         recorded = [event for event in events(cluster.record, rank) if event["type"] == "failure"]
         assert not any("gloo" in event["message"] or ".cc:" in event["message"] for event in recorded), recorded
     code, runs = cluster.run("runs", "--json")
@@ -428,7 +435,8 @@ def test_a_restart_waits_for_a_lost_host_and_spends_no_try_on_it(cluster: SshClu
 @pytest.mark.parametrize("supervisor", [pytest.param("lives", marks=pytest.mark.slow), "is gone"])
 def test_stop_works_from_a_host_that_sees_the_run_and_not_its_supervisor(cluster: SshCluster, supervisor: str) -> None:
     cluster.home = cluster.lab.folder / "shared"
-    cluster.write(**ENDLESS)
+    cluster.use(["h1", "h2"], [2, 1])
+    cluster.write_torch_free()
     code, output = cluster.run("run", "recipe.toml", "--detach", GPUTRAIN_HOME=str(cluster.home))
     assert code == 0, output
     cluster.train()
@@ -438,13 +446,12 @@ def test_stop_works_from_a_host_that_sees_the_run_and_not_its_supervisor(cluster
     code, output = cluster.run("stop", "last", GPUTRAIN_HOME=str(cluster.home))
     assert code == 0, output
     assert ("on h0 is gone; taking over" in output) == (supervisor == "is gone")
-    assert "is stopped at step " in output
-    assert len({check_steps(cluster.record, rank) for rank in range(4)}) == 1
+    assert " is stopped; processes left: none" in output
 
 
 @pytest.mark.timing
 def test_a_command_that_is_killed_with_its_supervisor_leaves_nothing_on_any_host(cluster: SshCluster) -> None:
-    cluster.write(**ENDLESS)
+    cluster.write_torch_free()
     command = cluster.start("run", "recipe.toml")
     cluster.train(command)
     first = cluster.supervisor()
@@ -461,7 +468,7 @@ def test_a_command_that_is_killed_with_its_supervisor_leaves_nothing_on_any_host
 
 
 def test_a_run_goes_on_when_the_sshd_of_a_host_is_restarted_with_all_its_connections(cluster: SshCluster) -> None:
-    cluster.write(**ENDLESS)
+    cluster.write_torch_free()
     command = cluster.start("run", "recipe.toml")
     cluster.train(command)
     for pid, words in cluster.h3.processes().items():
@@ -475,7 +482,7 @@ def test_a_run_goes_on_when_the_sshd_of_a_host_is_restarted_with_all_its_connect
     command.send_signal(signal.SIGINT)
     output, _ = command.communicate(timeout=LIMIT_S)
     assert command.returncode == 130, output
-    assert len({check_steps(cluster.record, rank) for rank in range(4)}) == 1
+    cluster.check_record()
 
 
 @pytest.mark.slow
@@ -508,7 +515,7 @@ def test_hosts_a_round_trip_of_40_ms_apart_train_are_followed_and_stop_with_thei
         ping += "print(time.monotonic() - began)"
         took_s = [float(lab.hosts[1].run(sys.executable, "-c", ping).stdout) for _ in range(3)]
         assert min(took_s) >= 0.04
-        cluster = SshCluster(lab, ranks=[1, 1, 1])
+        cluster = SshCluster(lab, names=["h1", "h2"], ranks=[1, 1])
         cluster.write(**ENDLESS)
         command = cluster.start("run", "recipe.toml")
         try:
@@ -521,7 +528,7 @@ def test_hosts_a_round_trip_of_40_ms_apart_train_are_followed_and_stop_with_thei
             command.kill()
         assert command.returncode == 130, output
         assert "saved h1:" in output
-        assert len({check_steps(cluster.record, rank) for rank in range(3)}) == 1
+        assert len({check_steps(cluster.record, rank) for rank in range(2)}) == 1
         cluster.check_record()
         wait_until(cluster.nothing_is_left, "no process is left on any host")
     shutil.rmtree(folder)
@@ -701,10 +708,8 @@ def test_a_full_disk_of_the_launching_host_is_told_and_all_steps_are_counted(clu
         assert max(recorded) < 300
 
 
-@pytest.mark.parametrize(
-    "start_up", ["cd {folder}", "export PYTHONPATH={folder}:$PYTHONPATH"], ids=["cd", "PYTHONPATH"]
-)
-def test_nothing_of_the_folders_of_the_hosts_is_executed(cluster: SshCluster, tmp_path: Path, start_up: str) -> None:
+def test_nothing_of_the_folders_of_the_hosts_is_executed(cluster: SshCluster, tmp_path: Path) -> None:
+    """The start-up file of one host leads into the folder of the user, that of the other puts it on Python's path."""
     folder = tmp_path / "project"
     folder.mkdir()
     taken = TakenNames(folder, tmp_path / "executed")
@@ -712,13 +717,14 @@ def test_nothing_of_the_folders_of_the_hosts_is_executed(cluster: SshCluster, tm
     places = "".join(f'[[cluster.nodes]]\nhost = "{name}"\ncpu_ranks = 1\n' for name in ("h1", "h3"))
     task = '[train]\ntask = "lm"\nbatch_size = 4\nmax_updates = 3\n[task]\ndata = "text.txt"\n'
     (folder / "r.toml").write_text(f"{task}context = 16\ndim = 8\nlayers = 1\nheads = 1\nsample_bytes = 0\n{places}")
-    for host in (cluster.h1, cluster.h3):
-        (cluster.lab.folder / f"start_up.{host.name}").write_text(start_up.format(folder=folder) + "\n")
+    start_up = {"h1": f"cd {folder}\n", "h3": f"export PYTHONPATH={folder}:$PYTHONPATH\n"}
+    for name, line in start_up.items():
+        (cluster.lab.folder / f"start_up.{name}").write_text(line)
     try:
         environ = {name: value for name, value in cluster.lab.environ.items() if name != "PYTHONPATH"}
         for words in (("gpus", "--hosts", "h1,h3"), ("check", "r.toml"), ("run", "r.toml")):
             done = cluster.typed_on.run(*GPUTRAIN_SCRIPT, *words, cwd=folder, env=environ, check=False)
             assert (taken.executed(), done.returncode) == ([], 0), done.stdout + done.stderr
     finally:
-        for host in (cluster.h1, cluster.h3):
-            (cluster.lab.folder / f"start_up.{host.name}").write_text("")
+        for name in start_up:
+            (cluster.lab.folder / f"start_up.{name}").write_text("")

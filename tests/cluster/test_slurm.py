@@ -24,6 +24,7 @@ from host_recipe import ENDLESS, ENVIRON, TESTS, check_rank, events, flags, is_t
 from network_namespaces import LIMIT_S, NamespaceHost, wait_until
 from slurm_lab import Slurm, require_slurm, slurm
 from taken_names import TakenNames
+from text_cache import with_task_options
 
 from gputrain_tui.commands.runs import MAX_CAUSE_CELLS
 from gputrain_tui.tables import cut
@@ -54,7 +55,8 @@ def cluster(lab: Slurm) -> Iterator[Slurm]:
 def plan(cluster: Slurm, folder: Path, text: str) -> Path:
     """Write the batch script of a recipe into a folder, as a person does on the login host."""
     (folder / "recipe.toml").write_text(text)
-    words = ("env", f"GPUTRAIN_HOME={folder / 'home'}", "gputrain", "plan", "recipe.toml", "--sbatch", *RECORD)
+    home = with_task_options(folder / "home")
+    words = ("env", f"GPUTRAIN_HOME={home}", "gputrain", "plan", "recipe.toml", "--sbatch", *RECORD)
     job = folder / "job.sh"
     job.write_text(cluster.run(*words, cwd=folder).stdout)
     return job
@@ -264,7 +266,7 @@ class SlurmUser:
     folder: Path
 
     def words(self, *words: str) -> list[str]:
-        return ["env", f"GPUTRAIN_HOME={self.folder / 'home'}", "gputrain", *words]
+        return ["env", f"GPUTRAIN_HOME={with_task_options(self.folder / 'home')}", "gputrain", *words]
 
     def run(
         self, *words: str, host: NamespaceHost | None = None, check: bool = True
@@ -505,7 +507,7 @@ def test_a_run_with_requeue_goes_on_after_each_time_limit_as_one_run(user: Slurm
     straight.folder.mkdir()
     (straight.folder / "long.toml").write_text(recipe([None], [3], max_updates=steps))
     assert straight.start("run", "long.toml").wait(3 * LIMIT_S) == 0
-    text = recipe([None, None], [2, 1], max_updates=steps, task={"pause_s": pause_s}) + "[slurm]\n"
+    text = recipe([None], [3], max_updates=steps, task={"pause_s": pause_s}) + "[slurm]\n"
     (user.folder / "long.toml").write_text(text + "requeue = true\n")
     process = user.start("run", "long.toml")
     for times, way in enumerate(ways, 1):
@@ -694,7 +696,7 @@ def test_a_run_directory_that_a_node_does_not_see_is_reported_in_one_line(
     user: SlurmUser, alone: int, who: str
 ) -> None:
     host, home = [user.cluster.login, *user.cluster.nodes][alone], user.folder / "home"
-    home.mkdir()
+    home.mkdir(exist_ok=True)
     host.run("mount", "-t", "tmpfs", "tmpfs", home)
     try:
         ended = user.run("run", "recipe.toml", check=False)

@@ -18,6 +18,7 @@ import torch
 from gloo_group import Member
 from safetensors import safe_open
 from safetensors.torch import load_file
+from text_cache import with_task_options
 from trace_rules import threads_of
 
 from gputrain_tui import cli
@@ -63,7 +64,7 @@ class Trained:
 
 
 def gputrain(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "GPUTRAIN_HOME": str(folder / "home"), "NO_COLOR": "1"}
+    environment = {**os.environ, "GPUTRAIN_HOME": str(with_task_options(folder / "home")), "NO_COLOR": "1"}
     command = [sys.executable, "-m", "gputrain_tui", *map(str, words)]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 

@@ -67,9 +67,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return Folder(tmp_path_factory.mktemp("names"))
 
 
-@pytest.mark.parametrize("recipe", [BUILT_IN.format(updates=3), SCRIPT], ids=["built-in task", "script"])
-def test_a_run_executes_nothing_of_the_folder_but_its_script(folder: Folder, recipe: str) -> None:
-    folder.check(folder.run('[report]\non_end = "true"\n' + recipe))
+def test_a_run_executes_nothing_of_the_folder_but_its_script(folder: Folder) -> None:
+    folder.check(folder.run('[report]\non_end = "true"\n' + SCRIPT))
 
 
 @pytest.mark.parametrize("place", [".", "code"], ids=["working folder", "PYTHONPATH"])
@@ -92,8 +91,8 @@ def test_a_task_with_the_name_of_another_module_is_refused(folder: Folder) -> No
     assert folder.taken.executed() == []
 
 
-def test_other_commands_execute_nothing_of_the_folder(folder: Folder) -> None:
-    (folder.path / "r.toml").write_text(BUILT_IN.format(updates=3))
+def test_commands_about_a_built_in_task_execute_nothing_of_the_folder(folder: Folder) -> None:
+    (folder.path / "r.toml").write_text('[report]\non_end = "true"\n' + BUILT_IN.format(updates=3))
     commands = "check r.toml, run r.toml, runs, logs last, export last --to safetensors, eval last --split valid, gpus"
     for command in commands.split(", "):
         done = folder.call(GPUTRAIN, *command.split())
@@ -145,7 +144,11 @@ def test_the_trainer_alone_executes_nothing_of_the_folder(folder: Folder, launch
 
 
 @pytest.mark.parametrize(
-    "launcher", [["python", "-m", "trainer"], ["torchrun", *WORKERS, "-m", "trainer"]], ids=["by hand", "torchrun"]
+    "launcher",
+    [
+        pytest.param(["python", "-m", "trainer"], id="by hand"),
+        pytest.param(["torchrun", *WORKERS, "-m", "trainer"], id="torchrun", marks=pytest.mark.slow),
+    ],
 )
 def test_without_the_flag_only_what_python_imports_first_can_be_of_the_folder(
     tmp_path: Path, launcher: Sequence[str]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from text_cache import with_task_options
 from trained import TASK, train
 
 from trainer.checkpoint import load
@@ -33,7 +34,7 @@ OPTIONS = ("--batch-size", 10, "--save-every-updates", 2)
 
 
 def gputrain(folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "GPUTRAIN_HOME": str(folder / "home"), "NO_COLOR": "1"}
+    environment = {**os.environ, "GPUTRAIN_HOME": str(with_task_options(folder / "home")), "NO_COLOR": "1"}
     command = [sys.executable, "-m", "gputrain_tui", *map(str, words)]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 

@@ -185,7 +185,7 @@ def test_a_watched_script_reports_its_steps_and_no_state_twice(tmp_path: Path) -
 
 
 def test_an_error_after_the_watched_training_is_a_failure(tmp_path: Path) -> None:
-    done = run(tmp_path, HERE.parents[0] / "support" / "watched_script.py", "fail")
+    done = run(tmp_path, HERE.parents[0] / "support" / "watched_script.py", "fail", ranks=1)
     assert done.code == 1
     assert re.fullmatch(r"ValueError: no more data \(watched_script.py:\d+ in train\)", done.failure.message)
     assert done.failure.rank is not None
@@ -272,7 +272,7 @@ def test_a_rank_that_leaves_the_others_with_exit_code_0_is_the_cause(tmp_path: P
 
 CLOSED = """\
 import os, torch
-from pathlib import Path
+before, after = [(0, 20), (20, 0), (20, 20)][int(os.environ["RANK"])]
 def train(steps):
     for _ in range(steps):
         model(torch.ones(2, 4)).sum().backward()
@@ -289,16 +289,16 @@ for file in files:
 """
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 20), (20, 0), (20, 20)])
 def test_a_script_that_closes_all_descriptors_is_measured_and_finds_its_own_files_as_it_wrote_them(
-    tmp_path: Path, before: int, after: int
+    tmp_path: Path,
 ) -> None:
-    done = run(tmp_path, f"before, after = {before}, {after}\n{CLOSED}")
+    """One rank does so before its steps, one after them and one in between."""
+    done = run(tmp_path, CLOSED, ranks=3)
     assert done.code == 0, done.stderr + done.log(0)
-    for rank in (0, 1):
+    for rank, steps in enumerate((20, 20, 40)):
         assert done.states(rank) == ["training", "finished"]
         assert done.log(rank) == ""
-        assert sum(event.steps for event in done.steps(rank)) == before + after
+        assert sum(event.steps for event in done.steps(rank)) == steps
         assert {(tmp_path / "own" / f"{rank}-{n}").read_text() for n in range(100)} == {"mine"}
 
 

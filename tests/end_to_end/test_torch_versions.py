@@ -35,7 +35,7 @@ sys.meta_path.insert(0, OtherVersion())
 """
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("version", [pytest.param("2.13.0", marks=pytest.mark.slow), "2.13.0a0+git1f2e3d4"])
 def test_ranks_train_together_whatever_the_version_of_torch_ends_with(
     tmp_path: Path, version: str, start_method: str

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from text_cache import with_task_options
 from waiting import LIMIT_S, until
 
 from gputrain_tui.history.record_tail import last_step
@@ -80,7 +81,8 @@ class Bench:
         return path
 
     def start(self, *words: str | Path, **options: Any) -> subprocess.Popen[str]:
-        environment = {**os.environ, "GPUTRAIN_HOME": str(self.folder / "home"), "NO_COLOR": "1"}
+        home = with_task_options(self.folder / "home")
+        environment = {**os.environ, "GPUTRAIN_HOME": str(home), "NO_COLOR": "1"}
         return subprocess.Popen(
             [sys.executable, "-m", "gputrain_tui", *map(str, words)],
             env=environment,

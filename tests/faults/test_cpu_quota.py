@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from text_cache import with_task_options
 from waiting import until
 
 from gputrain_tui.history.run_folders import list_runs
@@ -85,7 +86,12 @@ def events_until(
     recipe.write_text(RECIPE.format(task=task, cgroup=cgroup, held=held, batch=batch))
     command = subprocess.Popen(
         [sys.executable, "-m", "gputrain_tui", "run", str(recipe)],
-        env={**os.environ, "GPUTRAIN_HOME": str(folder), "NO_COLOR": "1", "PYTHONPATH": str(task.parent)},
+        env={
+            **os.environ,
+            "GPUTRAIN_HOME": str(with_task_options(folder)),
+            "NO_COLOR": "1",
+            "PYTHONPATH": str(task.parent),
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=(folder / "stderr").open("w"),

@@ -270,7 +270,8 @@ def test_a_refusal_by_the_ranks_leaves_no_run_behind(bench: Bench) -> None:
     (bench.folder / "short.txt").write_text("short")
     done = bench.call("run", bench.recipe(), "--set", "task.data=short.txt")
     assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    *narrated, line = done.stderr.splitlines()
+    assert all(each.startswith(("run ", "starting ")) for each in narrated), "of a start that takes long"
     assert line.startswith("gputrain: short.txt: 4 bytes to learn, but a window needs 17")
     assert bench.runs() == []
 
