@@ -54,7 +54,8 @@ def stragglers(
     short = _short_window(rows)
     short_owns = _own_excess(rows[-short:])
     merged = short < WINDOW_ROWS and len(rows) >= short + earlier_rows and not uneven
-    known = len(rows) >= limit.MIN_STRAGGLER_ROWS
+    # Once a straggler is found, by few rows of several steps each, it stands while the rows of single steps are few.
+    known = len(rows) >= limit.MIN_STRAGGLER_ROWS or rows[-1].straggling
     waits = _core_wait_excess(rows)
     symptoms = []
     for index, rank in enumerate(timeline.ranks):

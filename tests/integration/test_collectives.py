@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -166,6 +167,20 @@ def groups_of_many_kinds(rank: int, step: int) -> Any:
     return ones
 
 
+made_worlds = itertools.count()
+"""Equal on all ranks, which make theirs together; a name is not used twice in a store."""
+
+
+def world_made_again(rank: int, step: int) -> Any:
+    """The script destroys the group of all ranks and makes another one in each step."""
+    dist.all_reduce(ones := torch.ones(2))
+    store = dist.PrefixStore(f"made {next(made_worlds)}", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    dist.all_reduce(ones)
+    return ones
+
+
 def other_threads(rank: int, step: int) -> Any:
     ones = torch.ones(2)
     thread = threading.Thread(target=dist.all_reduce, args=(ones,))
@@ -224,6 +239,7 @@ SCRIPTS: dict[Extra, dict[str, dict[str, float]]] = {
         "pair": {"all_reduce": 2 * FOUR},
         "other pair": {"all_reduce": FOUR},
     },
+    world_made_again: {"world": {"all_reduce": 2 * FOUR}},
     other_threads: {},
     replaced_functions: {"world": {"all_reduce": FOUR}},
     sparse: {"world": {"all_reduce": FOUR}},

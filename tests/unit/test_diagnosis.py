@@ -475,6 +475,14 @@ def test_a_rank_far_slower_than_very_fast_steps_is_found_within_a_dozen_slow_one
     assert summaries(covering(run, 40, 25)) == [("straggler", "cleared", 1, "forward")]
 
 
+def test_a_rank_that_slows_very_fast_steps_soon_after_the_start_is_found_once() -> None:
+    run = SimulatedRun(2)
+    assert covering(run, 6, 4) == []
+    assert summaries(covering(run, 40, 1, late(1, first=run.step + 1, forward=200.0))) == [
+        ("straggler", "raised", 1, "forward")
+    ]
+
+
 @pytest.mark.parametrize("covered", [(2, 2, 1), (1, 1, 1, 2), (2, 1)])
 def test_slow_steps_are_found_as_soon_where_events_cover_different_numbers_of_steps(
     covered: tuple[int, ...],
