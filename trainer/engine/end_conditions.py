@@ -11,6 +11,8 @@ from typing import Any
 
 from trainer.contract.errors import RequestError, TrainingError, nearest
 from trainer.contract.options import Training
+from trainer.data.batches import EpochBatches
+from trainer.data.stream_batches import StreamBatches
 
 
 def end_reached(options: Training, *, epoch: int, updates: int, lr: float) -> str:
@@ -22,6 +24,20 @@ def end_reached(options: Training, *, epoch: int, updates: int, lr: float) -> st
     if lr <= options.min_lr:
         return f"the learning rate is not above min_lr {options.min_lr:g}"
     return ""
+
+
+def update_freq(options: Training, epoch: int) -> int:
+    """Return the micro-steps of an optimizer step in an epoch, from 1."""
+    return options.update_freq[min(epoch, len(options.update_freq)) - 1]
+
+
+def last_update(options: Training, train: EpochBatches | StreamBatches, *, updates: int) -> int:
+    """Return the optimizer steps after which ``max_epochs`` ends a resumed training; 0 if it is not known."""
+    samples, per_epoch = train.samples, train.updates_per_epoch(options.update_freq[0])
+    if not options.max_epochs or not per_epoch:
+        return 0
+    left = (options.max_epochs - train.position.epoch + 1) * samples - train.position.consumed
+    return updates + -(-left * per_epoch // samples)
 
 
 class StepTimes:

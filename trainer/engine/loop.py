@@ -13,7 +13,6 @@ from torch import Tensor
 
 from trainer import distributed
 from trainer.contract.errors import NotKeptError, TrainingError
-from trainer.contract.option_rules import FALLING, schedule_end
 from trainer.contract.options import Training
 from trainer.contract.outcome import describe_stop
 from trainer.data.batches import Update
@@ -29,14 +28,14 @@ from trainer.engine.checkpointing import Saving
 from trainer.engine.compilation import Compilation
 from trainer.engine.ddp_model import autocast, compression, share_buffers, trainable
 from trainer.engine.ema import weight_average
-from trainer.engine.end_conditions import StepTimes, TrainingOutcome, end_reached
+from trainer.engine.end_conditions import StepTimes, TrainingOutcome, end_reached, last_update, update_freq
 from trainer.engine.item_count import ItemCount
 from trainer.engine.loss_check import check_loss
 from trainer.engine.model_flops import FlopCount
 from trainer.engine.muon import require_equal_products
 from trainer.engine.noise_scale import NoiseMeter
 from trainer.engine.non_finite import FiniteCheck, NonFiniteError
-from trainer.engine.optimizers import LossScaler, Schedule, epochs_end, training_optimizer, without_optimizer
+from trainer.engine.optimizers import LossScaler, Schedule, falling_end, training_optimizer, without_optimizer
 from trainer.engine.parameter_use import ParameterUse
 from trainer.engine.preparation import build_model, read_data, require_same_on_ranks, strategy_of
 from trainer.engine.share_balance import ShareBalance, measures_steps
@@ -81,7 +80,7 @@ class Loop:
             severity="warning",
             advice="add it to the task's optimizer, or freeze it with requires_grad_(False)",
         )
-        self.schedule = Schedule(options, self.optimizer, end=self._schedule_end())
+        self.schedule = Schedule(options, self.optimizer, end=falling_end(options, self.data.train))
         self.scaler = LossScaler(ctx.device, enabled=options.precision == "fp16")
         comm_hook, wire_ratio = compression(options)
         self.meter = StepMeter(
@@ -105,7 +104,7 @@ class Loop:
             ctx,
             per_sample=task.count_per_sample,
             # One per sample until they are known; a far smaller number would overflow the first gradient in fp16.
-            estimate=float(sum(rank_batch_sizes(options, ctx.world_size)) * self._update_freq(1)),
+            estimate=float(sum(rank_batch_sizes(options, ctx.world_size)) * options.update_freq[0]),
             parameters=self.parameters,
             finite=self._finite,
             before_reduction=comm_hook is not None,
@@ -176,9 +175,9 @@ class Loop:
             self.ctx,
             self.options,
             samples=self.data.train.samples,
-            updates_per_epoch=self.data.train.updates_per_epoch(self._update_freq(1)),
+            updates_per_epoch=self.data.train.updates_per_epoch(self.options.update_freq[0]),
             first_update=self.updates,
-            last_update=self._last_update() if self.updates else 0,
+            last_update=last_update(self.options, self.data.train, updates=self.updates) if self.updates else 0,
             parameters=sum(parameter.numel() for parameter in self.parameters),
         )
         self.ctx.set_state("training")
@@ -198,9 +197,10 @@ class Loop:
         tried = self.updates  # in fp16 not every step that is tried is taken
         while not (self._stopped or (reason := self.end_reason())):
             self.epoch = epoch = self.data.train.position.epoch
-            if self._update_freq(epoch) != self._update_freq(max(1, epoch - 1)):
+            freq = update_freq(self.options, epoch)
+            if freq != update_freq(self.options, max(1, epoch - 1)):
                 agreement.reschedule(tried)
-            for update in self.data.train.updates(self._update_freq(epoch)):
+            for update in self.data.train.updates(freq):
                 stepped = self._update(update)
                 tried += 1
                 step_times.step_done()
@@ -227,15 +227,6 @@ class Loop:
         if self._stopped:
             return self._stop()
         return TrainingOutcome(updates=self.updates, epoch=self.epoch, reason=reason, best=self.best)
-
-    def _last_update(self) -> int:
-        """Return the optimizer steps after which ``max_epochs`` ends a resumed training; 0 if it is not known."""
-        samples, per_epoch = self.data.train.samples, self.data.train.updates_per_epoch(self._update_freq(1))
-        if not self.options.max_epochs or not per_epoch:
-            return 0
-        position = self.data.train.position
-        left = (self.options.max_epochs - position.epoch + 1) * samples - position.consumed
-        return self.updates + -(-left * per_epoch // samples)
 
     def _update(self, update: Update) -> bool:
         """Make one optimizer step over the micro-batches of all ranks; return whether it was taken.
@@ -429,18 +420,6 @@ class Loop:
         share_buffers(self.raw_model, source=self._data_rank)
 
     # ------------------------------------------------------------------------------------------------ small parts
-
-    def _update_freq(self, epoch: int) -> int:
-        return self.options.update_freq[min(epoch, len(self.options.update_freq)) - 1]
-
-    def _schedule_end(self) -> int:
-        """Return the step at which a falling schedule ends, by the options or by the data; 0 for the others."""
-        options = self.options
-        end = schedule_end(options)
-        if end or options.lr_scheduler not in FALLING:
-            return end
-        epochs = range(1, options.max_epochs + 1)
-        return epochs_end(options, sum(self.data.train.updates_per_epoch(self._update_freq(epoch)) for epoch in epochs))
 
     def _due(self, every: int) -> bool:
         return bool(every) and self.updates % every == 0

@@ -97,7 +97,8 @@ class FiniteCheck:
         """Raise if the norm [] of the gradients, equal on all ranks, is not finite; on a GPU check it later."""
         if self._scaled:
             return norm
-        if self._copies is not None and isinstance(norm, Tensor):
+        if self._copies is not None:
+            assert isinstance(norm, Tensor)
             self._check_later("gradient", norm, step, self._copies)
             # True of infinities and of what is not a number, by half as many kernels as ``isfinite`` takes.
             overflowed = norm - norm != 0

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer
 
 from trainer.contract.errors import RequestError
-from trainer.contract.option_rules import flag_of, schedule_conflict, schedule_end
+from trainer.contract.option_rules import FALLING, flag_of, schedule_conflict, schedule_end
 from trainer.contract.options import Training
+from trainer.data.batches import EpochBatches
+from trainer.data.stream_batches import StreamBatches
 from trainer.engine.ddp_model import trainable, values_of, with_sparse_gradient
+from trainer.engine.end_conditions import update_freq
 from trainer.engine.loss_check import listed
 from trainer.engine.muon import MuonWithAdamW
 from trainer.engine.parameter_groups import parameter_groups
@@ -238,6 +241,15 @@ class Schedule:
         self.step(state["updates"])
 
 
+def falling_end(options: Training, train: EpochBatches | StreamBatches) -> int:
+    """Return the step at which a falling schedule ends, by the options or by the data; 0 for the others."""
+    end = schedule_end(options)
+    if end or options.lr_scheduler not in FALLING:
+        return end
+    epochs = range(1, options.max_epochs + 1)
+    return epochs_end(options, sum(train.updates_per_epoch(update_freq(options, epoch)) for epoch in epochs))
+
+
 def epochs_end(options: Training, updates: int) -> int:
     """Return the step at which a schedule over ``max_epochs`` ends, which have that many updates; 0: unknown.
 
@@ -265,6 +277,8 @@ class LossScaler:
         self.left_out = 0
 
     def scale(self, loss: Tensor) -> Tensor:
+        if not self.enabled:
+            return loss
         scaled: Tensor = self._scaler.scale(loss)
         return scaled
 
@@ -276,9 +290,10 @@ class LossScaler:
 
         In fp16 this is a CPU-GPU sync point, as ``GradScaler.step`` is for every optimizer that is not fused.
         """
-        self._scaler.step(optimizer)
         if not self.enabled:
+            optimizer.step()
             return True
+        self._scaler.step(optimizer)
         self._scaler.update()
         before, self.value = self.value, self._scaler.get_scale()
         taken = self.value >= before  # only a gradient that is not finite lowers it

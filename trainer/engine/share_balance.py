@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from statistics import median
 from typing import Any
 
@@ -132,15 +133,17 @@ class ShareBalance:
         return list(self._train.batch_sizes)
 
     def micro_batches(self, update: Update, *, step: int) -> Iterator[tuple[MicroBatch, bool]]:
-        """Yield the micro-batches of a step, each with whether it is the last; in parts if memory demands it.
+        """Return the micro-batches of a step, each with whether it is the last; in parts if memory demands it.
 
         The parts add up to the same gradient, so that no other rank needs to know.
         """
+        if self.enabled:
+            return self._balanced(update, step)
+        return zip(update, [*repeat(False, update.micro_steps - 1), True], strict=True)
+
+    def _balanced(self, update: Update, step: int) -> Iterator[tuple[MicroBatch, bool]]:
         for index, micro in enumerate(update, start=1):
             last = index == update.micro_steps
-            if not self.enabled:
-                yield micro, last
-                continue
             share = self._train.batch_sizes[self._ctx.rank]
             whole = bool(self._longest) or update.global_samples == self._total * update.micro_steps
             if whole and index == 1 and self._measures:

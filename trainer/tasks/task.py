@@ -148,7 +148,7 @@ def summed_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tenso
         RequestError: ``loss`` returns something else; one line that names the task's class.
     """
     result = task.loss(model, batch)
-    if not isinstance(result, tuple | list):
+    if not isinstance(result, (tuple, list)):  # here and below no ``|``: each would create a type at every step
         _refuse(task, f"a {type(result).__name__}")
     if len(result) not in (2, 3):
         _refuse(task, f"a {type(result).__name__} of {len(result)}")
@@ -157,9 +157,11 @@ def summed_loss(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tenso
         _refuse(task, f"{_kind(loss)} as the loss")
     if torch.is_grad_enabled() and not loss.requires_grad:
         _refuse(task, "a loss that was not computed from the model's parameters")
-    if (isinstance(count, Tensor) and count.numel() != 1) or not isinstance(count, Tensor | int | float):
+    if (isinstance(count, Tensor) and count.numel() != 1) or not isinstance(count, (Tensor, int, float)):
         _refuse(task, f"{_kind(count)} as the count")
-    metrics = rest[0] if rest else {}
+    if not rest:
+        return loss, count, {}
+    metrics = rest[0]
     if not isinstance(metrics, Mapping):
         _refuse(task, f"{_kind(metrics)} as the metrics")
     for name, value in metrics.items():

@@ -18,33 +18,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.contract.record import Doing, EventWriter, Finding, Step
+from trainer.contract.record import EventWriter, Finding, Step
 from trainer.distributed import flight_recorder
 from trainer.host.boot import ClockSet
 from trainer.host.cores import core_waits
-from trainer.host.user_code import innermost_line
 from trainer.telemetry.clocks import Clock, CudaClock, HostClock, Mark, Scalar
 from trainer.telemetry.collectives.collective_meter import CollectiveMeter
-from trainer.telemetry.collectives.readings import Call
 from trainer.telemetry.comm_hook import BucketHook, Buckets, CommHook, HookRelay
 from trainer.telemetry.ddp_log import DdpLog, ddp_of, total
+from trainer.telemetry.long_wait import NEXT_PHASE, LongWait
 from trainer.telemetry.step_events import WARM_UP, Phase, StepReading
 from trainer.telemetry.step_recorder import StepRecorder
-from trainer.telemetry.torch_compile import LONG_COMPILATION_S, compiled_ns, is_compiling
+from trainer.telemetry.torch_compile import compiled_ns
 
 __all__ = ["Phase", "StepMeter"]
-
-NEXT_PHASE: dict[Phase | None, str] = {
-    None: "data",
-    "data": "h2d",
-    "h2d": "forward",
-    "forward": "backward",
-    "backward": "optimizer",
-    "optimizer": "other",
-    "other": "data",
-    "excluded": "forward",
-}
-"""Phase after each phase, in a loop whose laps follow each other without a gap; None is the start of a step."""
 
 
 class StepMeter:
@@ -132,13 +119,7 @@ class StepMeter:
         self._step = 0
         self._paused = True
         """Whether no step is in progress, so that no phase can be long."""
-        self._progress = (0, 0)
-        """Complete steps, and phases of the next one, at the last check by the writer's thread."""
-        self._progress_s = clock()
-        self._blocked: tuple[Call | None, float] = None, 0.0
-        """Collective of the script that the training thread was seen in, and since when."""
-        self._reported_part: str | None = None
-        """Part that was reported as long since then."""
+        self._long_wait = LongWait(writer, rank=rank, hooks=self._hooks, now=now, clock=clock)
         self.part_after: Callable[[Phase | None], str] = NEXT_PHASE.__getitem__
         """Return where the training thread is after the last lap of the step, as ``Doing`` names it."""
         self._thread = threading.get_ident()
@@ -174,7 +155,7 @@ class StepMeter:
         """Measure the collectives that this thread calls from here on, other than those of DDP's buckets."""
         if self._enabled:
             flight_recorder.attach_all()
-            self._collectives = collectives
+            self._collectives = self._long_wait.collectives = collectives
             collectives.attach(self._clock, in_backward)
             collectives.begin_step(self._phases)
 
@@ -368,58 +349,16 @@ class StepMeter:
             self._recorder.flush()
         else:
             self._recorder.flush_old(self._now())
-            self._report_long_wait()
-        self._report_faults()
-
-    def _report_long_wait(self) -> None:
-        """Record the phase of a step without progress; called by the writer's thread."""
-        now, progress = self._host_clock(), (self._count, len(self._phases))
-        if self._paused or progress != self._progress:
-            self._progress, self._progress_s, self._reported_part = progress, now, None
-        blocked_in, blocked_s = self._blocked_in(now)
-        waited_s = now - self._progress_s
-        long_phase_s = 5.0  # minimum time of a phase before it is reported as long, seconds
-        if waited_s < long_phase_s and (waited_s < LONG_COMPILATION_S or not is_compiling()):
-            return
-        phases = self._phases.copy()  # the training thread appends to it
-        part: Any = self.part_after(phases[-1] if phases else None)
-        # Seen within a second of its start: one that a rank is in for a moment is not why its phase is long.
-        if blocked_s >= long_phase_s - 1.0:
-            part, waited_s = "sync", max(blocked_s, long_phase_s)
-        elif part == "backward" and any(hook.waiting for hook in self._hooks):
-            part = "sync"
-        elif is_compiling():
-            part = "compile"
-        # Minimum time of a phase before it is reported as long, in multiples of the longest recent step; a
-        # compilation is reported sooner, since the longest step may have been another one.
-        long_phase_steps = 4.0
-        if part == self._reported_part or (
-            part != "compile" and waited_s < long_phase_steps * self._recorder.longest_s
-        ):
-            return
-        self._reported_part = part
-        self._writer.write(
-            Doing(
-                time=self._now(),
-                rank=self._rank,
-                step=self._step + 1,
-                part=part,
-                parts_done=len(phases) + (part == "sync"),
-                waited_ms=round(waited_s * 1e3, 1),
-                collectives=flight_recorder.dump(),
-                waits_in=blocked_in if part == "sync" else "",
-                line=innermost_line(self._thread),
+            phases = self._phases.copy()  # the training thread appends to it
+            self._long_wait.check(
+                (self._count, len(phases)),
+                self._step + 1,
+                self.part_after(phases[-1] if phases else None),
+                paused=self._paused,
+                longest_s=self._recorder.longest_s,
+                thread=self._thread,
             )
-        )
-
-    def _blocked_in(self, now: float) -> tuple[str, float]:
-        """Return the collective that the training thread is in, and for how many seconds it has been seen there."""
-        call = None if self._collectives is None else self._collectives.blocked
-        if call is None or call is not self._blocked[0]:
-            self._blocked = call, now
-        if call is None or self._collectives is None:
-            return "", 0.0
-        return self._collectives.described(call), now - self._blocked[1]
+        self._report_faults()
 
     def _on_gc(self, phase: str, info: Any) -> None:
         if phase == "start":
