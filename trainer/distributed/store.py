@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 from torch.distributed import DistError, DistNetworkError, FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from trainer.contract.errors import RequestError, TrainingError
@@ -141,9 +142,20 @@ def _serve(url: str, host: str, port: int) -> Store:
             raise RequestError(f"init method {url!r}: {port_in_use(port)}; choose another") from None
         raise RequestError(f"init method {url!r}: rank 0 cannot listen on port {port} ({error.strerror})") from None
     seconds = timedelta(seconds=10)
+    # The default server of torch 2.6 cannot take a socket that listens already.
+    libuv = not torch.__version__.startswith("2.6.")
     try:
         # Connect through the address that the other ranks use, so that a rank 0 on the wrong machine fails here.
-        return TCPStore(host, port, None, True, seconds, wait_for_workers=False, master_listen_fd=server.detach())
+        return TCPStore(
+            host,
+            port,
+            None,
+            True,
+            seconds,
+            wait_for_workers=False,
+            master_listen_fd=server.detach(),
+            use_libuv=libuv,
+        )
     except DistNetworkError:
         raise RequestError(
             f"init method {url!r}: rank 0 runs on {socket.gethostname()} and cannot reach itself at {host}:{port}; "

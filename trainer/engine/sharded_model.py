@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from trainer import distributed
-from trainer.contract.errors import RequestError
+from trainer.contract.errors import MachineNotReadyError, RequestError
 from trainer.contract.option_rules import require_ranks
 from trainer.contract.options import Training
 from trainer.engine.ddp_model import clip, with_sparse_gradient
@@ -46,6 +46,7 @@ class FullySharded:
 
     Raises:
         RequestError: there is one rank, or the model cannot be divided; one line that names what is in the way.
+        MachineNotReadyError: this torch divides models on GPUs only.
     """
 
     sharded = True
@@ -53,6 +54,11 @@ class FullySharded:
 
     def __init__(self, task: Task, model: nn.Module, options: Training, ctx: WorkerContext) -> None:
         require_ranks(options, ctx.world_size)
+        if ctx.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+            raise MachineNotReadyError(
+                f"--strategy fsdp on CPU ranks needs a newer torch than {torch.__version__}, which has it on GPUs "
+                "only; --strategy ddp works"
+            )
         blocks = blocks_of(task, model)
         _require_divisible(task, model, blocks)
         self.model = self.module = model
