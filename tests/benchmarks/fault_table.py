@@ -169,6 +169,7 @@ FAULTS = (
             cause="attempt 1 ended: h3 lost",
             places=("ssh",),
             table=("max_restarts = 1", *table),
+            silent="" if back_s else "h3",
             finishes_on=hosts,
         )
         for name, back_s, table, hosts in (
