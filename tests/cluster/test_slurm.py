@@ -400,8 +400,13 @@ def test_the_reason_of_a_stop_names_its_origin(user: SlurmUser, way: str, words:
 def test_the_stacks_of_ranks_on_two_nodes_are_asked_for_from_the_login_host(user: SlurmUser) -> None:
     user.run("run", "torch_free.toml", "--detach")
     user.await_steps()
-    spawned = [event for event in events(user.record(), "node-1") if event.get("state") == "spawned"]
-    (pid,) = (event["pid"] for event in spawned if event["rank"] == 2)
+
+    def pids() -> list[int]:  # the node agent's record may be behind that of a rank
+        spawned = [event for event in events(user.record(), "node-1") if event.get("state") == "spawned"]
+        return [event["pid"] for event in spawned if event["rank"] == 2]
+
+    wait_until(pids, "the node agent has recorded its rank")
+    (pid,) = pids()
     os.kill(pid, signal.SIGSTOP)
     try:
         printed = user.run("stacks", "last", check=False)

@@ -160,7 +160,7 @@ def test_flags_without_a_counterpart_are_reported(text: str, note: str) -> None:
         ("A=1", "no command is given; paste one"),
         ("torchrum train.py", "'torchrum' is not a known launcher: .*; did you mean 'torchrun'?"),
         ("torchrun --nproc-per-node 4", "the torchrun command names no script"),
-        ("torchrun --nproc-per-node four train.py", "--nproc-per-node is 'four', but must be a whole number, at least 1, or"),
+        ("torchrun --nproc-per-node four train.py", "--nproc-per-node is 'four', but must be a whole number"),
         ("torchrun --nnodes $N train.py", "the command has '\\$N', whose value only your shell knows"),
         ("torchrun --no-python ./train.sh", "starts another program than a Python script"),
         ("accelerate config", "accelerate config does not start training; use accelerate launch"),
