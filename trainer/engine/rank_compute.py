@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from trainer.contract.record import Step
-from trainer.host.cpu_cgroup import CpuQuota, cpu_cgroup
-from trainer.host.proc_files import PROC
+from trainer.host.cpu_cgroup import cpu_cgroup
 
 
 class RankCompute:
@@ -19,17 +17,13 @@ class RankCompute:
     used up once in a few steps, it is divided among all of them.
     """
 
-    def __init__(self, proc: Path = PROC) -> None:
-        self._proc = proc
-        self._quotas, self._since = self._read()
-
-    def _read(self) -> tuple[dict[Path, CpuQuota], float]:
-        return cpu_cgroup(proc=self._proc).quotas(), time.monotonic()
+    def __init__(self) -> None:
+        self._quotas, self._since = cpu_cgroup().quotas(), time.monotonic()
 
     def of(self, steps: Sequence[Step]) -> list[float | None]:
         """Return the compute of each step since the last call, ms; None where its waits for others are not known."""
         before, since = self._quotas, self._since
-        self._quotas, self._since = self._read()
+        self._quotas, self._since = cpu_cgroup().quotas(), time.monotonic()
         seconds = self._since - since
         shares = [
             quota.held_back_share(before[path], seconds) for path, quota in self._quotas.items() if path in before
