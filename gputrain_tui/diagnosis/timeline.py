@@ -15,6 +15,7 @@ from gputrain_tui.diagnosis import thresholds as limit
 from gputrain_tui.diagnosis.row import StepPhases, StepRow
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.process_groups import ProcessGroup
+from gputrain_tui.state.step_losses import run_loss
 from trainer.contract.record import Step
 
 
@@ -28,6 +29,8 @@ class StepRange(NamedTuple):
     rank_phases: StepPhases | None
     """None where its phases were not measured."""
     loss: float | None
+    samples: float | None
+    """Of each step; None where they are not known."""
     waits: Sequence[float | None]
     """Its wait for the synchronisation in each step, ms; None where the record has only a mean over several."""
     group_waits: Mapping[ProcessGroup, float]
@@ -65,13 +68,14 @@ class RankSteps:
         if first > self.last_reported + 1:
             self._step_end = None
         loss = event.loss if event.loss is not None and math.isfinite(event.loss) else None
+        samples = None if event.samples is None else event.samples / event.steps
         waits = event.sync_exposed_ms_each
         if waits is None or len(waits) != event.steps:
             waits = [event.sync_exposed_ms if event.steps == 1 else None] * event.steps
         rank_phases, end_wait = _step_phases(event)
         if rank_phases is None:
             self._step_end = None
-            self.ranges.append(StepRange(first, event.step, event.step, None, loss, waits, groups))
+            self.ranges.append(StepRange(first, event.step, event.step, None, loss, samples, waits, groups))
         else:
             tail, end = self._step_end, (rank_phases.optimizer, rank_phases.other, end_wait)
             # An unmeasured wait is part of ``other``, which must not count as work of the next step.
@@ -82,11 +86,11 @@ class RankSteps:
                 own = rank_phases.own - rank_phases.optimizer - rank_phases.other + optimizer + other
                 before = rank_phases.core_wait_before - end_wait + waited
                 start = rank_phases._replace(optimizer=optimizer, other=other, own=own, core_wait_before=before)
-                self.ranges.append(StepRange(first, first, event.step, start, loss, waits[:1], groups))
+                self.ranges.append(StepRange(first, first, event.step, start, loss, samples, waits[:1], groups))
                 begins = first + 1
             if begins <= event.step:
                 rest = waits[begins - first :]
-                self.ranges.append(StepRange(begins, event.step, event.step, rank_phases, loss, rest, groups))
+                self.ranges.append(StepRange(begins, event.step, event.step, rank_phases, loss, samples, rest, groups))
         self.last_reported = event.step
 
 
@@ -170,9 +174,9 @@ class Timeline:
 
     def _add(self, first: int, last: int, parts: Sequence[Sequence[tuple[int, StepRange]]]) -> None:
         """Add the row of some steps, from the ranges of each rank."""
-        known = [loss for loss in map(_mean_loss, parts) if loss is not None]
-        if known:
-            self.losses.append(sum(known) / len(known))
+        loss = run_loss(map(_mean_loss, parts))
+        if loss is not None:
+            self.losses.append(loss)
         measured = [phases for phases in map(_mean_phases, parts) if phases is not None]
         if last > self._last_warm_up and len(measured) == len(parts):
             each_rank = [_waits(each, first, last) for each in parts]
@@ -228,9 +232,11 @@ def _waits(parts: Sequence[tuple[int, StepRange]], first: int, last: int) -> lis
     ]
 
 
-def _mean_loss(phases: Sequence[tuple[int, StepRange]]) -> float | None:
+def _mean_loss(phases: Sequence[tuple[int, StepRange]]) -> tuple[float | None, float | None]:
+    """Return the mean of a rank's losses over some steps, and its samples in the first of them."""
     known = [(steps, step_range.loss) for steps, step_range in phases if step_range.loss is not None]
-    return sum(steps * loss for steps, loss in known) / sum(steps for steps, _ in known) if known else None
+    samples = phases[0][1].samples if phases else None
+    return sum(steps * loss for steps, loss in known) / sum(steps for steps, _ in known) if known else None, samples
 
 
 def _step_phases(event: Step) -> tuple[StepPhases | None, float]:

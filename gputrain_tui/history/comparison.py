@@ -91,7 +91,7 @@ MEASURES: tuple[Measure, ...] = ("loss", "samples_per_s", "sync_exposed_ms")
 
 
 class CurveHistory:
-    """One run's curves for a comparison, from its events: medians over its ranks, or the sum of their samples."""
+    """One run's curves for a comparison, from its events: the run's loss, medians of its ranks' waits, or its rates."""
 
     def __init__(self, world_size: int) -> None:
         self.series = Series(world_size)
@@ -182,9 +182,9 @@ class CurveHistory:
             for column, (low, high) in enumerate(pairwise(edges))
         ]
         at = [self.seconds_at(step) for step in steps] if over_time else steps
-        values = window.median
+        values = window.middle
         if own_metric is not None:
-            values = self.metrics[own_metric].window(columns, (first, window.last_step)).median
+            values = self.metrics[own_metric].window(columns, (first, window.last_step)).middle
         elif measure == "samples_per_s" or measure == "steps_per_s":
             values = self._rates(first, count, columns, "step" if measure == "steps_per_s" else "samples")
         return CurvePoints(at=at, values=smooth(values, smoothing, count / columns))
@@ -192,7 +192,7 @@ class CurveHistory:
     def _rates(self, first: int, count: int, columns: int, of: AxisName) -> list[float]:
         """Return steps or samples of all ranks per second of stepping, in columns of equal steps.
 
-        Samples are scaled up from rank 0, and NaN where they are not known.
+        Samples are NaN where they are not known.
         """
         at, rates = self.series.axis.at, list[float]()
         if not self.series.axis.has(of):

@@ -81,7 +81,7 @@ class MetricCurve:
         return self._points[0] * self._width, self._points[-1] * self._width + self._width - 1
 
     def window(self, columns: int, span: tuple[int, int]) -> Window:
-        """Return the band over a range of steps in columns; ``median`` is the mean of the values in a column.
+        """Return the band over a range of steps in columns; ``middle`` is the mean of the values in a column.
 
         Columns between two values are interpolated, since not every step may have one.
         """
@@ -105,7 +105,7 @@ class MetricCurve:
                 mean[column] = sums[column] / count
         for values in (low, mean, high):
             fill_gaps(values)
-        return Window(first_step=first, last_step=last, low=low, median=mean, high=high)
+        return Window(first_step=first, last_step=last, low=low, middle=mean, high=high)
 
 
 class MetricCurves:

@@ -20,11 +20,11 @@ POINTS_PER_LEVEL = 8192
 
 
 class Band(NamedTuple):
-    """Minimum, median and maximum over the ranks, at one step or over a block of steps; NaN if not measured."""
+    """Minimum, middle and maximum over the ranks, at one step or over a block of steps; NaN if not measured."""
 
     low: float
-    median: float
-    """Median over ranks; over several steps the mean of the medians."""
+    middle: float
+    """Of a loss the run's, its mean over all samples; else the median over the ranks. Over several steps the mean."""
     high: float
 
 
@@ -41,14 +41,14 @@ class Point(NamedTuple):
 class _Level:
     """Points of one width; the oldest are forgotten."""
 
-    __slots__ = ("high", "low", "median", "start", "steps")
+    __slots__ = ("high", "low", "middle", "start", "steps")
 
     def __init__(self) -> None:
         self.start = 0
         """Number of points dropped before the first kept one."""
         self.steps = array("q")
         self.low = array("d")
-        self.median = array("d")
+        self.middle = array("d")
         self.high = array("d")
 
     @property
@@ -58,11 +58,11 @@ class _Level:
     def append(self, step: int, band: Band) -> None:
         self.steps.append(step)
         self.low.append(band.low)
-        self.median.append(band.median)
+        self.middle.append(band.middle)
         self.high.append(band.high)
 
     def trim(self, head: int, tail: int) -> None:
-        for values in (self.steps, self.low, self.median, self.high):
+        for values in (self.steps, self.low, self.middle, self.high):
             del values[tail:]
             del values[:head]
         self.start += head
@@ -70,13 +70,13 @@ class _Level:
     def folded(self) -> tuple[int, Band]:
         low = [value for value in self.low[-FAN_OUT:] if value == value]
         high = [value for value in self.high[-FAN_OUT:] if value == value]
-        median = [value for value in self.median[-FAN_OUT:] if value == value]
+        middle = [value for value in self.middle[-FAN_OUT:] if value == value]
         step = self.steps[-min(FAN_OUT, len(self.steps))]
-        return step, Band(min(low), sum(median) / len(median), max(high)) if low else NO_BAND
+        return step, Band(min(low), sum(middle) / len(middle), max(high)) if low else NO_BAND
 
     def points(self, begin: int, end: int) -> Iterator[Point]:
         for index in range(begin, end):
-            yield Point(self.steps[index], Band(self.low[index], self.median[index], self.high[index]))
+            yield Point(self.steps[index], Band(self.low[index], self.middle[index], self.high[index]))
 
 
 class BandPyramid:

@@ -31,7 +31,7 @@ def last_step(run: RunDir, rank: int = 0, *, tail_bytes: int = TAIL_BYTES) -> St
 
 
 def newest_loss_of(run: RunDir, world_size: int) -> tuple[int | None, float | None]:
-    """Return the newest step that all ranks recorded, None for none, and the mean of their losses at that step."""
+    """Return the newest step that all ranks recorded, None for none, and the run's loss at that step."""
     step, loss = newest_loss(list(reversed(last_steps(run, rank)[-2:])) for rank in range(world_size))
     return step or None, loss
 

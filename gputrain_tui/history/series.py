@@ -14,6 +14,7 @@ from typing import Literal
 
 from gputrain_tui.history.pyramid import NO_BAND, Band, BandPyramid, Frame, Point, RankFrames
 from gputrain_tui.history.step_axis import StepAxis
+from gputrain_tui.state.step_losses import run_loss
 from gputrain_tui.state.synchronisation import late_ms
 from trainer.contract.record import Step, single_steps
 from trainer.contract.record.downsampled import DownsampledBlock
@@ -37,7 +38,8 @@ class Window:
     first_step: int
     last_step: int
     low: list[float]
-    median: list[float]
+    middle: list[float]
+    """As of a ``Band``."""
     high: list[float]
 
 
@@ -230,7 +232,10 @@ class Series:
             events = [row.get(rank) for rank in ranks]
         step = max(event.step for event in row.values())
         blocks = [event for event in row.values() if type(event) is DownsampledBlock]
-        loss = self._add_band("loss", step, [None if e is None else e.loss for e in events], blocks)
+        first = key if self._width == 1 else key * self._width + 1
+        self.axis.count(first, step, *(sum(getattr(e, of) or 0 for e in row.values()) for of in ("samples", "tokens")))
+        losses = [None if e is None else e.loss for e in events]
+        loss = self._add_band("loss", step, losses, blocks, _mean_loss(row.values()))
         sync = self._add_band(
             "sync_exposed_ms", step, [None if e is None else e.sync_exposed_ms for e in events], blocks
         )
@@ -238,16 +243,23 @@ class Series:
         late: array[float] | None = None
         if sync is not None and len(row) == self.world_size > 1:
             late = array("f", late_ms(sync, self._synchronised()))
-        first = key if self._width == 1 else key * self._width + 1
         self._frames.append(Frame(first, step, (loss, sync, duration, late)))
         self._completed = key
         self._completed_time = max(event.time for event in row.values())
         self.version += 1
 
     def _add_band(
-        self, metric: BandMetric, step: int, measured: list[float | None], blocks: list[DownsampledBlock]
+        self,
+        metric: BandMetric,
+        step: int,
+        measured: list[float | None],
+        blocks: list[DownsampledBlock],
+        middle: float | None = None,
     ) -> array[float] | None:
-        """Add one point to a metric's band; return the ranks' values, None where no rank has one."""
+        """Add one point to a metric's band; return the ranks' values, None where no rank has one.
+
+        The band's middle is the median of the values where none is given.
+        """
         values = [nan if value is None else value for value in measured]
         ordered = sorted(values)
         if not isfinite(sum(ordered)):
@@ -255,21 +267,31 @@ class Series:
         if not ordered:
             self._pyramids[metric].append(step, NO_BAND)
             return None
-        half = len(ordered) // 2
-        median = ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
         low, high = ordered[0], ordered[-1]
+        middle = _median(ordered) if middle is None else min(max(middle, low), high)  # sums are rounded
         for block in blocks:
             bottom, top = getattr(block, f"{metric}_low"), getattr(block, f"{metric}_high")
             if bottom is not None and top is not None:
                 low, high = min(low, bottom), max(high, top)
-        band = self.latest[metric] = Band(low, median, high)
+        band = self.latest[metric] = Band(low, middle, high)
         self._pyramids[metric].append(step, band)
         return array("f", values)
 
 
+def _mean_loss(events: Iterable[Step]) -> float | None:
+    """Return the run's loss over the ranks' events of a row; None where no rank has one that is finite."""
+    known = [e for e in events if e.loss is not None and isfinite(e.loss)]
+    return run_loss((e.loss, None if e.samples is None else e.samples / e.steps) for e in known)
+
+
+def _median(ordered: Sequence[float]) -> float:
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
 def _in_columns(points: Iterable[Point], first: int, end: int, columns: int, *, interpolated: bool) -> Window:
-    """Return points of the steps ``first`` to ``end`` in columns: extremes, and the mean of their medians."""
-    low, median, high = [nan] * columns, [nan] * columns, [nan] * columns
+    """Return points of the steps ``first`` to ``end`` in columns: extremes, and the mean of their middles."""
+    low, middle, high = [nan] * columns, [nan] * columns, [nan] * columns
     scale = columns / (end - first + 1)
     filled, parts, before = -1, 0, -1
     for step, (bottom, mid, top) in points:
@@ -280,20 +302,20 @@ def _in_columns(points: Iterable[Point], first: int, end: int, columns: int, *, 
         column = min(int((step - first) * scale), columns - 1)
         if column != filled:
             if parts > 1:
-                median[filled] /= parts
+                middle[filled] /= parts
             filled, parts = column, 1
-            low[column], median[column], high[column] = bottom, mid, top
+            low[column], middle[column], high[column] = bottom, mid, top
         else:
             parts += 1
-            median[column] += mid
+            middle[column] += mid
             low[column], high[column] = min(bottom, low[column]), max(top, high[column])
         if 0 <= before < column - 1:
-            for values, value in ((low, bottom), (median, mid), (high, top)):
+            for values, value in ((low, bottom), (middle, mid), (high, top)):
                 interpolate(values, before, column, value)
         before = column
     if parts > 1:
-        median[filled] /= parts
-    return Window(first_step=first, last_step=end, low=low, median=median, high=high)
+        middle[filled] /= parts
+    return Window(first_step=first, last_step=end, low=low, middle=middle, high=high)
 
 
 def smooth(values: list[float], span: float, steps_per_value: float) -> list[float]:
@@ -309,20 +331,20 @@ def smooth(values: list[float], span: float, steps_per_value: float) -> list[flo
 
 
 def smooth_window(window: Window, span: float, lead: Window | None = None) -> Window:
-    """Return a band and its median, smoothed alike: the median stays inside.
+    """Return a band and its middle, smoothed alike: the middle stays inside.
 
     ``lead`` is the band right before it, from which the average is initialised.
     """
     if not span:
         return window
-    before = None if lead is None else ([lead.low, lead.median, lead.high], _steps_per_column(lead))
-    lines = [window.low, window.median, window.high]
-    low, median, high = _smooth_lines(lines, span, _steps_per_column(window), before)
-    return replace(window, low=low, median=median, high=high)
+    before = None if lead is None else ([lead.low, lead.middle, lead.high], _steps_per_column(lead))
+    lines = [window.low, window.middle, window.high]
+    low, middle, high = _smooth_lines(lines, span, _steps_per_column(window), before)
+    return replace(window, low=low, middle=middle, high=high)
 
 
 def _steps_per_column(window: Window) -> float:
-    return (window.last_step - window.first_step + 1) / max(len(window.median), 1)
+    return (window.last_step - window.first_step + 1) / max(len(window.middle), 1)
 
 
 def _smooth_lines(
@@ -373,8 +395,8 @@ def _merged(earlier: Step, later: Step) -> Step:
     """Merge two events of a rank in one row: measured values are averaged over their steps."""
     steps = earlier.steps + later.steps
     joined = DownsampledBlock(
-        time=later.time, rank=later.rank, step=later.step, epoch=later.epoch, steps=steps, samples=later.samples,
-        begin=0, end=0,
+        time=later.time, rank=later.rank, step=later.step, epoch=later.epoch, steps=steps,
+        samples=_sum(earlier.samples, later.samples), tokens=_sum(earlier.tokens, later.tokens), begin=0, end=0,
     )  # fmt: skip
     blocks = [event for event in (earlier, later) if type(event) is DownsampledBlock]
     for name in BAND_METRICS:
@@ -387,3 +409,7 @@ def _merged(earlier: Step, later: Step) -> Step:
         else:
             setattr(joined, name, two if one is None else one)
     return joined
+
+
+def _sum(one: int | None, other: int | None) -> int | None:
+    return one if other is None else other if one is None else one + other

@@ -28,11 +28,11 @@ Values = tuple[float | None, ...]
 
 
 class StepCurve(msgspec.Struct, frozen=True, kw_only=True):
-    """A figure over the steps, in columns; ``low`` and ``high`` are the band over the ranks."""
+    """A figure over the steps, in columns; ``low``, ``middle`` and ``high`` are the band over the ranks."""
 
     name: str
     unit: str
-    median: Values
+    middle: Values
     low: Values
     high: Values
     ranks: dict[int, Values] = {}
@@ -133,11 +133,11 @@ def _curve(series: Series, name: Metric, unit: str, columns: int) -> StepCurve:
     return StepCurve(
         name=name,
         unit=unit,
-        median=_rounded(window.median),
+        middle=_rounded(window.middle),
         low=_rounded(window.low),
         high=_rounded(window.high),
         ranks={
-            rank: _rounded(series.window(name, columns, rank=rank).median)
+            rank: _rounded(series.window(name, columns, rank=rank).middle)
             for rank in range(series.world_size if few and series.world_size > 1 else 0)
         },
     )
@@ -145,8 +145,8 @@ def _curve(series: Series, name: Metric, unit: str, columns: int) -> StepCurve:
 
 def _metric(metrics: MetricCurves, name: str, span: tuple[int, int], columns: int) -> StepCurve:
     window = metrics[name].window(min(columns, METRIC_COLUMNS), span)
-    low, median, high = (_rounded(values) for values in (window.low, window.median, window.high))
-    return StepCurve(name=name, unit="", median=median, low=low, high=high)
+    low, middle, high = (_rounded(values) for values in (window.low, window.middle, window.high))
+    return StepCurve(name=name, unit="", middle=middle, low=low, high=high)
 
 
 def _block_parts(blocks: StepBlocks) -> Iterable[BlockParts]:

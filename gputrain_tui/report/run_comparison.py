@@ -128,9 +128,15 @@ def block_loss_steps(block: Sequence[Totals]) -> float:
 
 
 def block_loss(block: Sequence[Totals]) -> float | None:
-    """Return the mean loss of a block; None where none is known."""
-    steps = block_loss_steps(block)
-    return sum(sums.loss for sums in block) / steps if steps else None
+    """Return the mean loss of a block; None where none is known.
+
+    Ranks count by their samples, as their gradients do; alike where the samples of one are not known.
+    """
+    known = [sums for sums in block if sums.loss_steps]
+    if all(sums.loss_samples for sums in known):
+        samples = sum(sums.loss_samples for sums in known)
+        return sum(sums.sample_loss for sums in known) / samples if samples else None
+    return sum(sums.loss for sums in known) / sum(sums.loss_steps for sums in known)
 
 
 def block_samples(block: Sequence[Totals]) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gputrain_tui.state.rank_state import RankView
-from gputrain_tui.state.step_losses import mean_loss
+from gputrain_tui.state.step_losses import run_loss
 from gputrain_tui.state.totals import Phase, Totals
 from trainer.contract.record import GroupSync, NoiseScale, Step
 
@@ -44,7 +44,7 @@ class RunFigures(Throughput):
     step: int = 0
     epoch: int = 0
     loss: float | None = None
-    """Mean of the ranks' losses at ``step``, nats."""
+    """Mean of the ranks' losses at ``step``, nats; ranks count by their samples."""
     step_ms: float | None = None
     sync_ms: float | None = None
     """Mean wait for the gradient synchronisation per step, over the ranks."""
@@ -127,10 +127,7 @@ def run_figures(views: Iterable[RankView]) -> RunFigures:
         **vars(_throughput([(view, sums) for view, _, sums in reporting])),
         step=step,
         epoch=epoch,
-        loss=mean_loss(
-            last.loss if last.step == step and last.losses is None and last.loss is not None else view.loss_at(step)
-            for view, last, _ in reporting
-        ),
+        loss=run_loss((view.loss_at(step), view.samples_at(step)) for view, _, _ in reporting),
         step_ms=mean_step_ms(all_sums),
         sync_ms=sum(sums.exposed_ms for sums in all_sums) / synced_steps if synced_steps else None,
         compute_share=mean_share(all_sums, "forward", "backward"),

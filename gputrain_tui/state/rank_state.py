@@ -8,7 +8,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from gputrain_tui.state.process_groups import RankGroups
-from gputrain_tui.state.step_losses import loss_at
+from gputrain_tui.state.step_losses import loss_at, samples_at
 from gputrain_tui.state.totals import ZERO_TOTALS, Totals
 from trainer.contract.balanced_shares import ComputeTime
 from trainer.contract.record import (
@@ -178,6 +178,10 @@ class RankView:
         """Return its loss at one of its newest steps, nats; NaN where that is why the record has none."""
         loss = loss_at((event for event in (self.last, self.before) if event is not None), step)
         return math.nan if loss is None and self.loss_is_nan and self.last is not None else loss
+
+    def samples_at(self, step: int) -> float | None:
+        """Return its samples at one of its newest steps; None where they are not known."""
+        return samples_at((event for event in (self.last, self.before) if event is not None), step)
 
     @property
     def stage(self) -> str:

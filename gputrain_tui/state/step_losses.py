@@ -21,14 +21,29 @@ def loss_at(events: Iterable[Step], step: int) -> float | None:
     return None
 
 
+def samples_at(events: Iterable[Step], step: int) -> float | None:
+    """Return a rank's samples at a step, from its events; None where they are not known."""
+    event = next((event for event in events if event.step - event.steps < step <= event.step), None)
+    return None if event is None or event.samples is None else event.samples / event.steps
+
+
 def newest_loss(ranks: Iterable[Sequence[Step]]) -> tuple[int, float | None]:
-    """Return the newest step that all ranks with events have done, and the mean of their losses at that step, nats."""
+    """Return the newest step that all ranks with events have done, and the run's loss at that step, nats."""
     reporting = [events for events in ranks if events]
     step = min((max(event.step for event in events) for events in reporting), default=0)
-    return step, mean_loss(loss_at(events, step) for events in reporting)
+    return step, run_loss((loss_at(events, step), samples_at(events, step)) for events in reporting)
 
 
-def mean_loss(losses: Iterable[float | None]) -> float | None:
-    """Return the mean of the ranks' losses at one step; None where none was measured."""
-    known = [loss for loss in losses if loss is not None]
-    return sum(known) / len(known) if known else None
+def run_loss(of_ranks: Iterable[tuple[float | None, float | None]]) -> float | None:
+    """Return the loss of a run at one step from each rank's loss and samples; None where no loss was measured.
+
+    Ranks count by their samples, as their gradients do: shares of a batch may differ. All count alike where the samples
+    of one are not known.
+    """
+    known = [(loss, samples) for loss, samples in of_ranks if loss is not None]
+    if not known:
+        return None
+    weights = [samples or 0.0 for _, samples in known]
+    if not sum(weights) or any(samples is None for _, samples in known):
+        weights = [1.0] * len(known)
+    return sum(loss * weight for (loss, _), weight in zip(known, weights, strict=True) if weight) / sum(weights)

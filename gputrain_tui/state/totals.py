@@ -48,7 +48,13 @@ class Totals(NamedTuple):
     synced_steps: int = 0
     """Those steps."""
     loss: float = 0.0
+    """Sum of the losses of all steps that have one."""
     loss_steps: int = 0
+    """Those steps."""
+    sample_loss: float = 0.0
+    """Sum of the losses of all samples, over the steps whose loss and samples are known."""
+    loss_samples: int = 0
+    """Those samples."""
     sample_ms: float = 0.0
     """Durations of the steps whose samples are known."""
     timed_samples: int = 0
@@ -65,8 +71,8 @@ class Totals(NamedTuple):
         """
         (
             steps, samples, tokens, step_ms, timed_steps, whole_ms, whole_steps, data_ms, forward_ms, backward_ms,
-            sync_ms, optimizer_ms, other_ms, exposed_ms, synced_steps, loss, loss_steps, sample_ms, timed_samples,
-            token_ms, timed_tokens,
+            sync_ms, optimizer_ms, other_ms, exposed_ms, synced_steps, loss, loss_steps, sample_loss, loss_samples,
+            sample_ms, timed_samples, token_ms, timed_tokens,
         ) = self  # fmt: skip
         n, duration_ms, mean_wait_ms = event.steps, event.step_ms, event.sync_exposed_ms
         event_samples, event_tokens = event.samples, event.tokens
@@ -111,10 +117,13 @@ class Totals(NamedTuple):
         if event.loss is not None:
             loss += event.loss * n
             loss_steps += n
+            if event_samples is not None:
+                sample_loss += event.loss * event_samples
+                loss_samples += event_samples
         return Totals._make((
             steps + n, samples + (event_samples or 0), tokens + (event_tokens or 0), step_ms, timed_steps, whole_ms,
             whole_steps, data_ms, forward_ms, backward_ms, sync_ms, optimizer_ms, other_ms, exposed_ms, synced_steps,
-            loss, loss_steps, sample_ms, timed_samples, token_ms, timed_tokens,
+            loss, loss_steps, sample_loss, loss_samples, sample_ms, timed_samples, token_ms, timed_tokens,
         ))  # fmt: skip
 
     def since(self, earlier: Totals) -> Totals:

@@ -78,6 +78,6 @@ def test_it_is_the_whole_history_and_not_a_part_of_it(run: Run) -> None:
     window = live.series.window("loss", 180)
     assert window.first_step <= 256
     assert window.last_step == STEPS
-    assert all(low < median < high for low, median, high in zip(window.low, window.median, window.high, strict=True))
-    assert window.median[0] > 9
-    assert window.median[-1] < 1.6
+    assert all(low < median < high for low, median, high in zip(window.low, window.middle, window.high, strict=True))
+    assert window.middle[0] > 9
+    assert window.middle[-1] < 1.6

@@ -108,7 +108,7 @@ def test_the_gradient_noise_scale_has_a_curve_beside_the_metrics_once_it_is_know
     curves.apply(Metrics(time=1.0, rank=1, step=96, values={"accuracy": 0.5}))
     assert curves.names == [NOISE_SCALE, "accuracy"]
     assert curves[NOISE_SCALE].span == (64, 96)
-    assert curves[NOISE_SCALE].window(2, (64, 96)).median == [800.0, 1000.0]
+    assert curves[NOISE_SCALE].window(2, (64, 96)).middle == [800.0, 1000.0]
 
 
 def test_a_curve_has_the_band_over_ranks_and_forgets_steps_that_are_repeated() -> None:
@@ -117,10 +117,10 @@ def test_a_curve_has_the_band_over_ranks_and_forgets_steps_that_are_repeated() -
         curve.add(0, step, float(step))
         curve.add(1, step, float(step + 2))
     window = curve.window(3, (5, 34))
-    assert (window.low, window.median, window.high) == ([10, 20, 30], [11, 21, 31], [12, 22, 32])
+    assert (window.low, window.middle, window.high) == ([10, 20, 30], [11, 21, 31], [12, 22, 32])
     for rank in (0, 1):  # restarted from step 15
         curve.add(rank, 16, 100.0)
-    assert curve.window(3, (5, 34)).median == [11, 100, pytest.approx(float("nan"), nan_ok=True)]
+    assert curve.window(3, (5, 34)).middle == [11, 100, pytest.approx(float("nan"), nan_ok=True)]
     curve.add(0, 17, float("nan"))
     assert curve.span == (10, 16)
 

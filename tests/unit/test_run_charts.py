@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 
 import pytest
 import synthetic
@@ -40,7 +40,7 @@ def test_a_column_of_a_short_run_is_a_step_of_its_record(tmp_path: Path) -> None
     assert [loss.name, sync.name, step_ms.name] == ["loss", "sync_exposed_ms", "step_ms"]
     for step, events in steps.items():
         losses = [event.loss for event in events if event.loss is not None]
-        assert loss.median[step - 1] == pytest.approx(median(losses), rel=1e-4)
+        assert loss.middle[step - 1] == pytest.approx(fmean(losses), rel=1e-4)
         assert loss.high[step - 1] == pytest.approx(max(losses), rel=1e-4)
         assert [loss.ranks[event.rank][step - 1] for event in events] == pytest.approx(losses, rel=1e-4)
     for block in charts.blocks:
@@ -58,7 +58,7 @@ def test_the_page_of_any_run_stays_below_two_megabytes(ranks: int, steps: int, t
     run = synthetic.run(tmp_path, ranks_per_node=ranks, steps=steps, status="finished")
     report, charts = charts_of(run)
     assert len(report_page(report, charts)) < 2_000_000
-    assert all(len(curve.median) <= COLUMNS for curve in charts.curves)
+    assert all(len(curve.middle) <= COLUMNS for curve in charts.curves)
     assert (charts.lateness is None) == (ranks == 1 or steps == 0)
     data = json.loads(page_data(report, charts))
     assert data["charts"]["last_step"] == steps

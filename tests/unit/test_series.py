@@ -49,7 +49,7 @@ def test_a_step_is_drawn_when_its_last_rank_has_reported_it() -> None:
     assert series.version == 0
     series.apply(step(1, 1, loss=2.0))
     assert series.version == 1
-    assert series.latest["loss"] == Band(1.0, 2.0, 5.0)
+    assert series.latest["loss"] == Band(1.0, 8 / 3, 5.0)
 
 
 def test_the_single_steps_of_an_event_are_drawn_and_lateness_that_alternates_is_seen() -> None:
@@ -68,9 +68,9 @@ def test_the_single_steps_of_an_event_are_drawn_and_lateness_that_alternates_is_
             )
         )
     assert (series.first_step, series.last_step) == (1, 8)
-    assert same(series.window("loss", 8).median, [float(n) for n in range(8)])
-    assert same(series.window("late_ms", 8, rank=0).median, [0.0, 29.5] * 4)
-    assert same(series.window("late_ms", 8, rank=1).median, [29.5, 0.0] * 4)
+    assert same(series.window("loss", 8).middle, [float(n) for n in range(8)])
+    assert same(series.window("late_ms", 8, rank=0).middle, [0.0, 29.5] * 4)
+    assert same(series.window("late_ms", 8, rank=1).middle, [29.5, 0.0] * 4)
 
 
 def test_ranks_may_be_read_one_file_after_the_other() -> None:
@@ -97,26 +97,26 @@ def test_ranks_may_be_read_one_file_after_the_other() -> None:
 )
 def test_a_missing_number_is_a_gap(values: list[float | None], expected: list[float]) -> None:
     series = curve(values)
-    assert same(series.window("loss", 4).median, expected)
-    assert same(series.window("loss", 4, rank=0).median, expected)
+    assert same(series.window("loss", 4).middle, expected)
+    assert same(series.window("loss", 4, rank=0).middle, expected)
 
 
 def test_few_steps_are_joined_by_straight_lines() -> None:
     window = curve([1.0, 3.0]).window("loss", 6)
-    assert same(window.median, [1, 1 + 2 / 3, 1 + 4 / 3, 3, math.nan, math.nan])
+    assert same(window.middle, [1, 1 + 2 / 3, 1 + 4 / 3, 3, math.nan, math.nan])
 
 
 def test_synchronisation_that_is_measured_now_and_then_has_no_gaps() -> None:
     series = Series(1)
     for number in range(1, 9):
         series.apply(step(0, number, sync_exposed_ms=float(number) if number % 4 == 1 else None))
-    assert same(series.window("sync_exposed_ms", 8).median, [1, 2, 3, 4, 5, *[math.nan] * 3])
+    assert same(series.window("sync_exposed_ms", 8).middle, [1, 2, 3, 4, 5, *[math.nan] * 3])
 
 
 def test_an_empty_run_has_an_empty_window() -> None:
     window = Series().window("loss", 10)
-    assert same(window.median, [math.nan] * 10)
-    assert Series().window("loss", 10, rank=3).median == pytest.approx([math.nan] * 10, nan_ok=True)
+    assert same(window.middle, [math.nan] * 10)
+    assert Series().window("loss", 10, rank=3).middle == pytest.approx([math.nan] * 10, nan_ok=True)
 
 
 def test_a_spike_of_one_step_survives_in_a_long_run() -> None:
@@ -171,7 +171,7 @@ def test_frames_of_many_ranks_are_bounded_and_cover_the_run() -> None:
 def test_the_last_steps_alone_can_be_seen() -> None:
     window = curve([float(number) for number in range(1, 1001)]).window("loss", 10, last=10)
     assert (window.first_step, window.last_step) == (991, 1000)
-    assert same(window.median, [float(number) for number in range(991, 1001)])
+    assert same(window.middle, [float(number) for number in range(991, 1001)])
 
 
 def test_steps_of_ranks_that_merge_them_at_different_places_are_matched() -> None:
@@ -200,13 +200,13 @@ def test_a_history_of_samples_gives_the_bands_of_all_ranks() -> None:
     series.refine()
     window = series.window("loss", 50)
     assert window.low[:49] == [0.0] * 49
-    assert window.median[:49] == [3.5] * 49
+    assert window.middle[:49] == [3.5] * 49
     assert window.high[:49] == [7.0] * 49
     last = series.last_step
     for rank in range(8):
         series.apply(step(rank, last + 1, loss=50.0))
     assert series.last_step == last + 1
-    assert series.window("loss", 50).median[-1] > 3.5
+    assert series.window("loss", 50).middle[-1] > 3.5
 
 
 def test_a_rank_that_never_reports_does_not_hold_memory_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,8 +233,8 @@ def test_a_restart_does_its_steps_again_and_the_curve_has_them_once() -> None:
             series.apply(step(rank, number, time=500.0 + number, loss=0.0))
     window = series.window("loss", 150)
     assert (window.first_step, window.last_step) == (1, 150)
-    assert same(window.median, [*map(float, range(1, 101)), *[0.0] * 50])
-    assert same(series.window("loss", 150, rank=1).median, window.median)
+    assert same(window.middle, [*map(float, range(1, 101)), *[0.0] * 50])
+    assert same(series.window("loss", 150, rank=1).middle, window.middle)
 
 
 @pytest.mark.parametrize("back_to", [1, 2, 17, 5_000, 19_990])
@@ -255,7 +255,7 @@ def test_lateness_is_the_longest_wait_less_the_ranks_own() -> None:
     series = Series(3)
     for rank, wait in enumerate((30.0, 5.0, 28.0)):
         series.apply(step(rank, 1, sync_exposed_ms=wait))
-    assert [series.window("late_ms", 1, rank=rank).median for rank in range(3)] == [[0], [25], [2]]
+    assert [series.window("late_ms", 1, rank=rank).middle for rank in range(3)] == [[0], [25], [2]]
 
 
 def test_lateness_is_that_among_ranks_that_wait_for_each_other() -> None:
@@ -265,7 +265,7 @@ def test_lateness_is_that_among_ranks_that_wait_for_each_other() -> None:
         state.apply(CollectiveGroup(time=1.0, rank=rank, name="pair", ranks=ranks, backend="gloo"))
     for rank, sync in enumerate([30.0, 5.0, 300.0, 298.0]):
         series.apply(step(rank, 1, sync_exposed_ms=sync))
-    assert [series.window("late_ms", 1, rank=rank).median for rank in range(4)] == [[0], [25], [0], [2]]
+    assert [series.window("late_ms", 1, rank=rank).middle for rank in range(4)] == [[0], [25], [0], [2]]
 
 
 def test_smoothing_keeps_a_constant_and_its_gaps() -> None:
@@ -293,12 +293,12 @@ def test_a_smoothed_median_stays_inside_its_band() -> None:
         first_step=1,
         last_step=200,
         low=[value - source.random() for value in medians],
-        median=medians,
+        middle=medians,
         high=[value + source.random() for value in medians],
     )
     found = smooth_window(window, 50)
-    assert found.median != window.median
-    assert all(low <= mid <= high for low, mid, high in zip(found.low, found.median, found.high, strict=True))
+    assert found.middle != window.middle
+    assert all(low <= mid <= high for low, mid, high in zip(found.low, found.middle, found.high, strict=True))
 
 
 def test_a_smoothed_band_is_the_same_in_every_range_of_steps() -> None:
@@ -311,9 +311,9 @@ def test_a_smoothed_band_is_the_same_in_every_range_of_steps() -> None:
     def at(wanted: int, first: int, last: int) -> float:
         columns = last - first + 1
         window = series.smoothed_window("loss", columns, span=(first, last), over=100)
-        line = series.smoothed_window("loss", columns, rank=0, span=(first, last), over=100).median
-        assert abs(line[wanted - first] - window.median[wanted - first]) < 0.2
-        return window.median[wanted - first]
+        line = series.smoothed_window("loss", columns, rank=0, span=(first, last), over=100).middle
+        assert abs(line[wanted - first] - window.middle[wanted - first]) < 0.2
+        return window.middle[wanted - first]
 
     whole = at(1010, 1, 2000)
     for first, last in ((501, 1500), (901, 1200), (1001, 1100), (1008, 1015)):
@@ -326,14 +326,14 @@ def test_more_columns_than_steps_smooth_as_one_per_step_does() -> None:
         series.apply(step(0, number, loss=float(number % 7)))
     each = series.smoothed_window("loss", 40, span=(1, 40), over=10)
     fine = series.smoothed_window("loss", 400, span=(1, 40), over=10)
-    assert fine.median[::10][10:] == pytest.approx(each.median[10:], abs=0.5)
+    assert fine.middle[::10][10:] == pytest.approx(each.middle[10:], abs=0.5)
 
 
 def test_a_median_stays_inside_its_band_also_after_an_infinite_one() -> None:
-    window = Window(first_step=1, last_step=3, low=[1.0, 1.0, 1.0], median=[1.0, 100.0, 1.0], high=[1.0, math.inf, 1.0])
+    window = Window(first_step=1, last_step=3, low=[1.0, 1.0, 1.0], middle=[1.0, 100.0, 1.0], high=[1.0, math.inf, 1.0])
     found = smooth_window(window, 100)
-    assert found.median == pytest.approx([1.0, 100.0, 1.0])
-    assert all(low <= mid <= high for low, mid, high in zip(found.low, found.median, found.high, strict=True))
+    assert found.middle == pytest.approx([1.0, 100.0, 1.0])
+    assert all(low <= mid <= high for low, mid, high in zip(found.low, found.middle, found.high, strict=True))
 
 
 def test_random_runs_never_break_the_curves() -> None:
@@ -354,5 +354,5 @@ def test_random_runs_never_break_the_curves() -> None:
         series.flush()
         for columns in (1, 2, 33):
             for last in (None, 1, 50):
-                assert len(series.window("loss", columns, last=last).median) == columns
-                assert len(series.window("late_ms", columns, rank=1, last=last).median) == columns
+                assert len(series.window("loss", columns, last=last).middle) == columns
+                assert len(series.window("late_ms", columns, rank=1, last=last).middle) == columns

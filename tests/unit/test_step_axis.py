@@ -8,6 +8,7 @@ import pytest
 
 from gputrain_tui.history import step_axis
 from gputrain_tui.history.comparison import CurveHistory
+from gputrain_tui.history.series import Series
 from gputrain_tui.history.step_axis import StepAxis
 from gputrain_tui.state import RunState
 from trainer.contract.record import Step, decode_events, encode_event
@@ -23,15 +24,25 @@ def step(number: int, time: float, *, rank: int = 0, steps: int = 1, samples: in
 
 
 def test_a_step_has_a_time_and_samples_of_all_ranks() -> None:
-    axis = StepAxis()
+    series = Series(2)
+    axis = series.axis
     for number in range(1, 11):
-        axis.apply(step(number, 100.0 + number))
-        axis.apply(step(number, 100.0 + number, rank=1, samples=24))
+        series.apply(step(number, 100.0 + number))
+        series.apply(step(number, 100.0 + number, rank=1, samples=24))
     assert axis.at("step", 4) == 4
     assert axis.at("time", 4) == pytest.approx(3.1)
     assert axis.at("time", 4.5) == pytest.approx(3.6)
     assert axis.at("samples", 4) == pytest.approx(4 * 32)
     assert (axis.has("tokens"), axis.has("samples")) == (False, True)
+
+
+def test_shares_of_a_batch_that_change_leave_its_samples_on_a_line() -> None:
+    series = Series(2)
+    shares = [(12, 12)] * 5 + [(18, 6)] * 15 + [(12, 12)] * 5  # the steps from 16 on are done again after a restart
+    for number, both in zip((*range(1, 21), *range(16, 21)), shares, strict=True):
+        for rank, samples in enumerate(both):
+            series.apply(step(number, float(number) + 10 * (both == (12, 12)), rank=rank, samples=samples))
+    assert [series.axis.at("samples", number) for number in range(21)] == [24 * number for number in range(21)]
 
 
 @pytest.mark.parametrize("shift_s", [3600.0, -3600.0], ids=["forward", "back"])
@@ -71,9 +82,11 @@ def test_an_event_and_a_block_of_several_steps_have_the_shift_of_the_last_one(tm
 
 
 def test_events_of_several_steps_are_interpolated() -> None:
-    axis = StepAxis()
-    axis.apply(step(10, 101.0, steps=10, samples=80))
-    axis.apply(step(20, 102.0, steps=10, samples=80, tokens=100))
+    series = Series(1)
+    axis = series.axis
+    series.apply(step(10, 101.0, steps=10, samples=80))
+    series.apply(step(20, 102.0, steps=10, samples=80, tokens=100))
+    series.flush()
     assert axis.at("samples", 5) == 40
     assert axis.at("samples", 15) == 120
     assert axis.has("tokens")

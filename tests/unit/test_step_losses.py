@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from gputrain_tui.history.series import Series
+from gputrain_tui.report.run_comparison import block_loss
 from gputrain_tui.state import RunState
-from gputrain_tui.state.step_losses import loss_at, newest_loss
+from gputrain_tui.state.step_losses import loss_at, newest_loss, run_loss
+from gputrain_tui.state.totals import ZERO_TOTALS
 from trainer.contract.record import Step
 
 
@@ -41,3 +44,32 @@ def test_the_loss_of_a_run_is_the_mean_at_the_newest_step_that_all_ranks_have_do
     state.apply_all([*first, *second])
     assert (state.step, state.figures.step, state.figures.loss) == (5, 5, 4.5)
     assert [view.loss for view in state.ranks.values()] == [3.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "loss"),
+    [
+        ([(4.0, 6.0), (2.0, 18.0)], 2.5),
+        ([(4.0, 6.0), (None, 18.0)], 4.0),
+        ([(4.0, 6.0), (9.0, 0.0)], 4.0),
+        ([(4.0, None), (2.0, 18.0)], 3.0),
+        ([(4.0, 0.0), (2.0, 0.0)], 3.0),
+        ([(None, 6.0)], None),
+        ([], None),
+    ],
+)
+def test_ranks_count_by_their_samples(of_ranks: list[tuple[float | None, float | None]], loss: float | None) -> None:
+    assert run_loss(of_ranks) == loss
+
+
+def test_figures_chart_status_and_comparison_have_one_loss_of_a_run_with_unequal_shares() -> None:
+    state, series, sums = RunState(world_size=2), Series(2), [ZERO_TOTALS, ZERO_TOTALS]
+    for number in range(1, 9):
+        for rank, (loss, samples) in enumerate(((4.0, 6), (2.0, 18))):
+            each = Step(time=float(number), rank=rank, step=number, epoch=1, steps=1, samples=samples, loss=loss)
+            state.apply(each)
+            series.apply(each)
+            sums[rank] = sums[rank].plus(each)
+    assert state.figures.loss == block_loss(sums) == 2.5
+    assert series.window("loss", 8).middle == [2.5] * 8
+    assert newest_loss([view.last] for view in state.ranks.values() if view.last is not None) == (8, 2.5)

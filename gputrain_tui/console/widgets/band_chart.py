@@ -1,4 +1,4 @@
-"""Chart of a metric of the followed run: median and band, curves of earlier runs, a cursor and ranges."""
+"""Chart of a metric of the followed run: line and band, curves of earlier runs, a cursor and ranges."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class BandChart(Panel):
         if rank is not None:
             fine = columns if x.name == "step" else FINE * columns
             span = x.first_step, x.last_step
-            rank_line = series.smoothed_window(self.metric, fine, rank=rank, span=span, over=self.smoothing).median
+            rank_line = series.smoothed_window(self.metric, fine, rank=rank, span=span, over=self.smoothing).middle
             rank_line = rank_line if x.name == "step" else line_on_axis(rank_line, x, columns)
         under = [self._below(each, x, columns) for each in self.earlier]
         notes = [f"┈ {each.name}" for each in self.earlier]
@@ -163,7 +163,7 @@ class BandChart(Panel):
         readout: Row | None = None
         if cursor is not None:
             readout = [(printable(name), "title"), (f"  step {self.view.cursor:,}  ", "accent")]
-            readout.append((format_value(window.median[cursor]) if is_inside else "", "bright"))
+            readout.append((format_value(window.middle[cursor]) if is_inside else "", "bright"))
         curve = Curve(
             title=printable(name),
             window=window,
@@ -183,14 +183,14 @@ class BandChart(Panel):
         return on_axis(series.smoothed_window(self.metric, fine, span=span, over=self.smoothing), x, columns)
 
     def _below(self, earlier: EarlierCurve, x: XAxis, columns: int) -> list[float]:
-        """Return the medians of an earlier run in the columns of this chart; NaN in columns without a value."""
+        """Return the line of an earlier run in the columns of this chart; NaN in columns without a value."""
         series = earlier.series
         if x.name == "step":
             window = self._window(series, x, columns)
             if earlier.until is None:
-                return window.median
+                return window.middle
             end = x.column(earlier.until, columns)
-            return [value if column < end else nan for column, value in enumerate(window.median)]
+            return [value if column < end else nan for column, value in enumerate(window.middle)]
         first, last = series.span()
         if earlier.until is not None or not last:
             return [nan] * columns  # a resumed run's time, samples and tokens precede this run's by an unknown distance
@@ -199,7 +199,7 @@ class BandChart(Panel):
         window = series.smoothed_window(self.metric, count, span=(first, last), over=self.smoothing)
         steps = [first + (index + 0.5) * (last - first + 1) / count - 0.5 for index in range(count)]
         positions = [series.axis.at(x.name, step) for step in steps]
-        kept = [pair for pair in zip(positions, window.median, strict=True) if x.begin <= pair[0] <= x.end]
+        kept = [pair for pair in zip(positions, window.middle, strict=True) if x.begin <= pair[0] <= x.end]
         points = CurvePoints(at=[position for position, _ in kept], values=[value for _, value in kept])
         return resampled(points, columns, x.end, first=x.begin)
 
@@ -239,7 +239,7 @@ class BandChart(Panel):
             text = duration(position) if x.name == "time" else f"{format_short(position, 8).strip()} {x.name}"
             row.append((f"  {text}", "dim"))
         if 0 <= column < columns:
-            low, middle, high = (line[column] for line in (window.low, window.median, window.high))
+            low, middle, high = (line[column] for line in (window.low, window.middle, window.high))
             row += [("  ", "base"), (format_value(middle), "bright")]
             if self.live.series.world_size > 1:
                 row.append((f" in {format_value(low)}–{format_value(high)}", "dim"))

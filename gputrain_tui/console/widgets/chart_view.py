@@ -157,22 +157,22 @@ def on_axis(window: Window, x: XAxis, columns: int) -> Window:
     if x.name == "step":
         return window
     groups: list[list[int]] = [[] for _ in range(columns)]
-    steps_per_column = (window.last_step - window.first_step + 1) / len(window.median)
-    for index, middle in enumerate(window.median):
+    steps_per_column = (window.last_step - window.first_step + 1) / len(window.middle)
+    for index, value in enumerate(window.middle):
         column = x.column(window.first_step + (index + 0.5) * steps_per_column - 0.5, columns)
-        if middle == middle and 0 <= column < columns:
+        if value == value and 0 <= column < columns:
             groups[column].append(index)
-    finite = [[window.median[index] for index in group if isfinite(window.median[index])] for group in groups]
+    finite = [[window.middle[index] for index in group if isfinite(window.middle[index])] for group in groups]
     pairs = list(zip(groups, finite, strict=True))
     low = [min(window.low[index] for index in group) if part else nan for group, part in pairs]
-    median = [sum(part) / len(part) if part else nan for part in finite]
+    middle = [sum(part) / len(part) if part else nan for part in finite]
     high = [max(window.high[index] for index in group) if part else nan for group, part in pairs]
-    for values in (low, median, high):
+    for values in (low, middle, high):
         fill_gaps(values)
-    return Window(first_step=window.first_step, last_step=window.last_step, low=low, median=median, high=high)
+    return Window(first_step=window.first_step, last_step=window.last_step, low=low, middle=middle, high=high)
 
 
 def line_on_axis(values: Sequence[float], x: XAxis, columns: int) -> list[float]:
     """Return one rank's line, resampled like a band by ``on_axis``."""
-    window = Window(first_step=x.first_step, last_step=x.last_step, low=[*values], median=[*values], high=[*values])
-    return on_axis(window, x, columns).median
+    window = Window(first_step=x.first_step, last_step=x.last_step, low=[*values], middle=[*values], high=[*values])
+    return on_axis(window, x, columns).middle

@@ -1,4 +1,4 @@
-"""Chart of a metric over the steps: the median of all ranks on the band from minimum to maximum."""
+"""Chart of a metric over the steps: a middle line on the band from minimum to maximum over the ranks."""
 
 from __future__ import annotations
 
@@ -114,8 +114,9 @@ def _head(curve: Curve, width: int, *, peak: float | None = None) -> Row:
         left += [("  rank ", "dim"), (f"{curve.rank} {_value_text(curve, curve.rank_value)}", "accent")]
     notes = [*(["log"] if curve.scale == "log" else []), *curve.notes]
     if curve.ranks > 1:
-        notes.append(f"median in min–max of {curve.ranks:,} ranks")
-    peaks: list[Row] = [] if peak is None else [[("▴", "median"), (f" spikes up to {format_value(peak)}", "dim")]]
+        middle = "mean" if curve.is_loss else "median"
+        notes.append(f"{middle} in min–max of {curve.ranks:,} ranks")
+    peaks: list[Row] = [] if peak is None else [[("▴", "middle"), (f" spikes up to {format_value(peak)}", "dim")]]
     return title_row(width, left, [*peaks, *([(note, "dim")] for note in notes)])
 
 
@@ -137,10 +138,10 @@ def plot_limits(lines: Iterable[Sequence[float]], scale: Scale) -> tuple[float, 
 def _usual_top(curve: Curve, low: float) -> float:
     """Return the top of the axis that crops rare spikes; infinite if there are none."""
     highs = sorted(value for value in curve.window.high if isfinite(value))
-    newest_columns = 8  # newest columns whose medians are never cropped: a new level is no spike
+    newest_columns = 8  # newest columns that are never cropped: a new level is no spike
     if not curve.spiky or curve.scale == "log" or len(highs) < 2 * newest_columns:
         return inf
-    newest = [v for line in (curve.window.median, curve.rank_line) for v in line[-newest_columns:] if isfinite(v)]
+    newest = [v for line in (curve.window.middle, curve.rank_line) for v in line[-newest_columns:] if isfinite(v)]
     usual_share = 0.95  # share of the columns that fit below the top if spikes are cropped
     top = max([highs[int(usual_share * (len(highs) - 1))], *newest])
     # Ratio of the greatest to the usual height from which spikes are cropped; below it, both can be read.
@@ -206,7 +207,7 @@ def gutter(label: str, role: str = "axis") -> Row:
 
 def _plot(curve: Curve, axis: Axis, width: int, height: int) -> list[Row]:
     """Return the rows of the plot with their y labels."""
-    median = braille_line(curve.window.median, axis, width, height)
+    middle = braille_line(curve.window.middle, axis, width, height)
     rank = braille_line(curve.rank_line, axis, width, height)
     bottoms, tops = _edges(curve.window, axis, width, height)
     under = [braille_line(line, axis, width, height) for line in curve.under]
@@ -224,17 +225,17 @@ def _plot(curve: Curve, axis: Axis, width: int, height: int) -> list[Row]:
         pieces = gutter(label)
         ground = "┈" if label else " "
         floor_8 = 8 * (height - 1 - y)
-        rank_row, median_row = rank[y], median[y]
+        rank_row, middle_row = rank[y], middle[y]
         for x in range(width):
             low, high = max(bottoms[x] - floor_8, 0), min(tops[x] - floor_8, 8)
             behind = next((line[y][x] for line in under if line[y][x]), 0)
             if (x, y) in validations:
                 pieces.append(("◆", "good"))
             elif y == 0 and x in spikes:
-                pieces.append(("▴", "median"))
-            elif rank_row[x] or median_row[x]:
-                is_rank = rank_row[x] and not (median_row[x] and x % 2)  # cells of both curves alternate between them
-                role, bits = ("rank", rank_row[x]) if is_rank else ("median", median_row[x])
+                pieces.append(("▴", "middle"))
+            elif rank_row[x] or middle_row[x]:
+                is_rank = rank_row[x] and not (middle_row[x] and x % 2)  # cells of both curves alternate between them
+                role, bits = ("rank", rank_row[x]) if is_rank else ("middle", middle_row[x])
                 on_band = curve.blocks and high - low >= 4
                 pieces.append((chr(BRAILLE + bits), f"{role}-on-band" if on_band else role))
             elif x == curve.cursor:

@@ -82,7 +82,7 @@ def thresholds(step_ms: float) -> list[float]:
 def usual_step_ms(series: Series, last: int | None = None) -> float:
     """Return the median step time over the last ``last`` steps, None being all, ms; NaN if none was measured."""
     columns = 64  # columns of step times over which the median is taken
-    steps = [value for value in series.window("step_ms", columns, last=last).median if isfinite(value)]
+    steps = [value for value in series.window("step_ms", columns, last=last).middle if isfinite(value)]
     return median(steps) if steps else nan
 
 

@@ -18,7 +18,7 @@ class Panel(Canvas):
     """Canvas of a run; the screen's clock calls ``tick``."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = role_classes(
-        "axis", "victim", "under", "band", "median", "median-on-band", "rank", "rank-on-band"
+        "axis", "victim", "under", "band", "middle", "middle-on-band", "rank", "rank-on-band"
     )
 
     DEFAULT_CSS = """
@@ -26,18 +26,18 @@ class Panel(Canvas):
     Panel > .canvas--victim { color: $text-error 70%; }
     Panel > .canvas--under { color: $text-secondary 70%; }
     Panel > .canvas--band { color: $primary 38%; }
-    Panel > .canvas--median { color: $foreground; }
-    Panel > .canvas--median-on-band { color: $foreground; background: $primary 38%; }
+    Panel > .canvas--middle { color: $foreground; }
+    Panel > .canvas--middle-on-band { color: $foreground; background: $primary 38%; }
     Panel > .canvas--rank { color: $text-accent; }
     Panel > .canvas--rank-on-band { color: $text-accent; background: $primary 38%; }
     Panel:light > .canvas--axis { color: $foreground 60%; }
     Panel:light > .canvas--band { color: $primary 25%; }
-    Panel:light > .canvas--median-on-band, Panel:light > .canvas--rank-on-band { background: $primary 25%; }
+    Panel:light > .canvas--middle-on-band, Panel:light > .canvas--rank-on-band { background: $primary 25%; }
     Panel:ansi > .canvas--axis { text-style: dim; }
     Panel:ansi > .canvas--under { color: ansi_magenta; }
     Panel:ansi > .canvas--victim { color: ansi_red; text-style: dim; }
     Panel:ansi > .canvas--band { color: ansi_blue; }
-    Panel:ansi > .canvas--median { text-style: bold; }
+    Panel:ansi > .canvas--middle { text-style: bold; }
     """
 
     _selected_rank: int | None = None

@@ -3,7 +3,7 @@
 
 const PARTS = ["data", "forward", "backward", "sync", "optimizer", "other"];
 function steps(data) {
-  const charts = data.charts, count = charts.curves.length ? charts.curves[0].median.length : 0;
+  const charts = data.charts, count = charts.curves.length ? charts.curves[0].middle.length : 0;
   const span = charts.last_step - charts.first_step + 1;
   return Array.from({ length: count }, (_, index) => Math.round(charts.first_step + ((index + 0.5) * span) / count - 0.5));
 }
@@ -17,7 +17,7 @@ function stepCharts(data) {
     const ranks = Object.entries(curve.ranks).map(([rank, list]) => ({ name: `rank ${rank}`, values: list, thin: true }));
     const chosen = ranks.filter((each) => each.name === `rank ${view.rank}`).map((each) => ({ ...each, thin: false }));
     const dots = curve.name === "loss" ? report.validations.filter((each) => each.loss !== null).map((each) => ({ at: each.step, value: each.loss, text: `${each.split}, step ${each.step}: ${each.loss}` })) : [];
-    const lines = chosen.length ? chosen : [...ranks, { name: "median", values: curve.median }];
+    const lines = chosen.length ? chosen : [...ranks, { name: curve.name === "loss" ? "mean" : "median", values: curve.middle }];
     return chart({ ...axis, title: titles[curve.name], unit: curve.unit, x, lines, band: { low: curve.low, high: curve.high }, marks, dots });
   });
   if (charts.blocks.length) {
@@ -33,10 +33,10 @@ function stepCharts(data) {
 
 function metricChart(data) {
   const { charts } = data, curve = charts.metrics.find((each) => each.name === view.metric) || charts.metrics[0];
-  const count = curve.median.length, span = charts.last_step - charts.first_step + 1;
-  const x = curve.median.map((_, index) => Math.round(charts.first_step + ((index + 0.5) * span) / count - 0.5));
+  const count = curve.middle.length, span = charts.last_step - charts.first_step + 1;
+  const x = curve.middle.map((_, index) => Math.round(charts.first_step + ((index + 0.5) * span) / count - 0.5));
   const axis = { xName: "step", xText: (step) => Math.round(step).toLocaleString("en-US"), zoomable: true };
-  return chart({ ...axis, title: curve.name, unit: curve.unit, x, lines: [{ name: "mean", values: curve.median }], band: { low: curve.low, high: curve.high } });
+  return chart({ ...axis, title: curve.name, unit: curve.unit, x, lines: [{ name: "mean", values: curve.middle }], band: { low: curve.low, high: curve.high } });
 }
 
 function metricTable(report) {

@@ -24,17 +24,17 @@ def loss_curve(run: RunInMemory, width: int, *, rank: int | None = None, scale: 
         unit="nats",
         is_loss=True,
         window=run.series.window("loss", columns),
-        value=run.series.latest["loss"].median,
+        value=run.series.latest["loss"].middle,
         ranks=run.series.world_size,
         rank=rank,
-        rank_line=[] if rank is None else run.series.window("loss", columns, rank=rank).median,
+        rank_line=[] if rank is None else run.series.window("loss", columns, rank=rank).middle,
         rank_value=None if rank is None else run.state.ranks[rank].loss,
         scale=scale,
     )
 
 
 def curve_of(values: list[float], *, first: int = 1, scale: Scale = "linear") -> Curve:
-    window = Window(first_step=first, last_step=first + len(values) - 1, low=values, median=values, high=values)
+    window = Window(first_step=first, last_step=first + len(values) - 1, low=values, middle=values, high=values)
     return Curve(title="loss", window=window, value=values[-1] if values else math.nan, scale=scale)
 
 
@@ -50,7 +50,7 @@ def braille(rows: list[Row]) -> int:
 def test_a_falling_loss_is_drawn_from_the_upper_left_to_the_lower_right(width: int, height: int) -> None:
     rows = draw_curve(loss_curve(RUN, width, rank=5), width, height)
     assert [len(row_text(row)) for row in rows] == [width] * height
-    assert row_text(rows[0]).startswith(f"loss 1.5061 nats{' mean' * (width > 70)}  rank 5 1.6237 ")
+    assert row_text(rows[0]).startswith(f"loss 1.5264 nats{' mean' * (width > 70)}  rank 5 1.6237 ")
     assert row_text(rows[-1]).rstrip().endswith("step 200")
     plot = [row_text(row)[8:] for row in rows[1:-1]]
     heights = [next(y for y, line in enumerate(plot) if is_curve(line[x])) for x in range(width - 8)]
@@ -60,7 +60,7 @@ def test_a_falling_loss_is_drawn_from_the_upper_left_to_the_lower_right(width: i
 
 def test_a_logarithmic_curve_has_round_decades() -> None:
     rows = draw_curve(loss_curve(RUN, 58, scale="log"), 58, 12)
-    assert row_text(rows[0]).endswith("median in min–max of 16 ranks  log")
+    assert row_text(rows[0]).endswith("mean in min–max of 16 ranks  log")
     assert labels(rows) == [10, 5, 2]
 
 
@@ -104,10 +104,10 @@ def test_a_gap_stays_empty() -> None:
     assert line[8:].count(" ") + line[8:].count("┈") == 10
 
 
-def test_where_rank_and_median_meet_both_are_seen() -> None:
+def test_where_rank_and_mean_meet_both_are_seen() -> None:
     curve = loss_curve(RUN, 58, rank=5)
     roles = {role for row in draw_curve(curve, 58, 16) for _, role in row}
-    assert {"rank-on-band", "median-on-band"} <= roles
+    assert {"rank-on-band", "middle-on-band"} <= roles
 
 
 def test_no_random_curve_leaves_its_cells() -> None:
@@ -122,7 +122,7 @@ def test_no_random_curve_leaves_its_cells() -> None:
         )
         curve = Curve(
             title="t" * source.randrange(12),
-            window=Window(first_step=1, last_step=source.randrange(1, 10**9), low=low, median=median, high=high),
+            window=Window(first_step=1, last_step=source.randrange(1, 10**9), low=low, middle=median, high=high),
             value=source.choice(odd),
             ranks=source.randrange(5000),
             rank=source.choice((None, 7)),

@@ -55,10 +55,10 @@ def test_over_time_slow_steps_take_more_room() -> None:
     window = on_axis(found.window("loss", 160), x, 40)
     assert x.end == pytest.approx(20.0)
     assert x.column(50, 40) == 9
-    assert window.median[9] == pytest.approx(49, abs=2)
-    assert window.median[-1] == pytest.approx(99.5, abs=1)
-    assert not any(map(math.isnan, window.median))
-    assert line_on_axis(found.window("loss", 160, rank=0).median, x, 40) == pytest.approx(window.median, abs=1)
+    assert window.middle[9] == pytest.approx(49, abs=2)
+    assert window.middle[-1] == pytest.approx(99.5, abs=1)
+    assert not any(map(math.isnan, window.middle))
+    assert line_on_axis(found.window("loss", 160, rank=0).middle, x, 40) == pytest.approx(window.middle, abs=1)
 
 
 def test_labels_are_round_positions_and_the_newest() -> None:
