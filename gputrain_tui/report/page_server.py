@@ -228,11 +228,11 @@ class PageRequest(BaseHTTPRequestHandler):
             case ["run", run_id, *rest]:
                 run = self.server.find(run_id)
                 if run is None:
-                    self._answer(HTTPStatus.NOT_FOUND)
+                    self._no_page()
                 else:
                     self._run(run, rest)
             case _:
-                self._answer(HTTPStatus.NOT_FOUND)
+                self._no_page()
 
     def _run(self, run: Run, rest: list[str]) -> None:
         match rest:
@@ -257,11 +257,11 @@ class PageRequest(BaseHTTPRequestHandler):
                 try:
                     text = read_tail(run.dir.logs / f"{name}.log", LOG_BYTES)
                 except OSError:  # deleted since, or no file
-                    self._answer(HTTPStatus.NOT_FOUND)
+                    self._no_page()
                 else:
                     self._answer(HTTPStatus.OK, text)
             case _:
-                self._answer(HTTPStatus.NOT_FOUND)
+                self._no_page()
 
     def _stream(self, run: Run) -> None:
         """Send the page's data whenever it changes, as server-sent events, until the viewer is gone."""
@@ -280,13 +280,17 @@ class PageRequest(BaseHTTPRequestHandler):
                 else:
                     self.wfile.write(b": nothing new\n\n")
 
-    def _page(self, title: str, body: str) -> None:
+    def _page(self, title: str, body: str, status: HTTPStatus = HTTPStatus.OK) -> None:
         text = (
             '<!doctype html><html lang="en"><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             f'<title>{html.escape(title)}</title><link rel="stylesheet" href="/page.css">{body}</html>'
         )
-        self._answer(HTTPStatus.OK, text.encode("utf-8", "surrogateescape"), "text/html")
+        self._answer(status, text.encode("utf-8", "surrogateescape"), "text/html")
+
+    def _no_page(self) -> None:
+        text = '<nav><a href="/">all runs</a></nav><main><p>There is no such run, log or page.</p></main>'
+        self._page("not found", text, HTTPStatus.NOT_FOUND)
 
     def _answer(
         self, status: HTTPStatus, body: bytes = b"", kind: str = "text/plain", headers: Mapping[str, str] | None = None

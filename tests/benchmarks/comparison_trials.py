@@ -1,10 +1,10 @@
 """Trials of ``gputrain compare``: how often it is right about equal runs, and about a slower forward pass.
 
 ``python tests/benchmarks/comparison_trials.py FOLDER --trials 10`` does trials of three runs, one after the other: two
-equal ones, and one whose steps compute more, by about a tenth for 3 ``--extra-layers`` and by three quarters for 30, all
-of it in the forward pass. It answers for the machine as it is then, quiet or beside other work. With ``--rounds 5``, each of the three is run five
-times in a trial, in turns, and compared so. Equal runs are compared both ways. Wrong is ``exceeded`` of equal runs, and
-``kept`` of the slower one: the exit code is then 1.
+equal ones, and one whose steps compute more, by about a tenth for 3 ``--extra-layers`` and by three quarters for 30,
+all of it in the forward pass. It answers for the machine as it is then, quiet or beside other work. With ``--rounds
+5``, each of the three is run five times in a trial, in turns, and compared so. Equal runs are compared both ways. Wrong
+is ``exceeded`` of equal runs, and ``kept`` of the slower one: the exit code is then 1.
 """
 
 from __future__ import annotations

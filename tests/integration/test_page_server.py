@@ -165,7 +165,7 @@ def test_the_stream_of_a_run_that_is_deleted_ends(site: Site, monkeypatch: pytes
         next(lines)
         shutil.rmtree(site.run.dir.path)
         assert [line for line in lines if line.startswith(b"data")] == []
-    assert site.get(f"/run/{site.run.id.replace('<', '%3C')}") == (404, b"")
+    assert site.get(f"/run/{site.run.id.replace('<', '%3C')}") == (404, site.get("/none")[1])
 
 
 def test_a_request_that_comes_byte_by_byte_is_given_up(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,10 +204,16 @@ REFUSED: dict[str, tuple[str, dict[str, str], int]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_for_this_page_is_refused_without_a_word(site: Site, name: str) -> None:
+def test_what_is_not_for_this_page_is_refused_with_nothing_of_the_request(site: Site, name: str) -> None:
     path, headers, status = REFUSED[name]
     sent = {key.replace("-", "_"): value.format(port=site.server.port) for key, value in headers.items()}
-    assert site.get(path.format(run=site.run.id.replace("<", "%3C")), **sent) == (status, b"")
+    found, body = site.get(path.format(run=site.run.id.replace("<", "%3C")), **sent)
+    assert found == status
+    if status == 404:
+        assert b"There is no such run, log or page." in body
+        assert body == site.get("/none")[1], "the same for each"
+    else:
+        assert body == b""
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT"])
