@@ -40,7 +40,7 @@ def train(
     """Train on words that differ between the ranks; return the parameters."""
     torch.manual_seed(1)
     bag = Bag()
-    model = DistributedDataParallel(bag, bucket_cap_mb=bucket_cap_mb)
+    model = DistributedDataParallel(bag, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True)
     writer = EventWriter(Path(folder) / f"{rank}.ndjson" if record else None)
     embeddings = [bag.words.weight, bag.tags.weight] if sparse else []
     meter = StepMeter(model, device=torch.device("cpu"), writer=writer, rank=rank, sparse=embeddings)
@@ -54,6 +54,13 @@ def train(
         meter.lap("forward")
         loss.backward()
         meter.lap("backward")
+        for each in bag.parameters():
+            assert each.grad is not None
+            rows = meter.nonzero_rows.get(each.grad.data_ptr())
+            # The norm of a gradient is that of these rows: exactly those with values on any rank.
+            found = each.grad.flatten(1).any(1).nonzero().view(-1) if each.ndim > 1 else None
+            assert rows is None or torch.equal(rows, found)
+            assert (rows is not None) == (drawn < ROWS and any(each is embedding for embedding in embeddings))
         optimizer.step()
         optimizer.zero_grad()
         meter.lap("optimizer")

@@ -55,6 +55,10 @@ class SparseRows:
             whole.copy_(part)
         self._packed = None
 
+    def by_address(self) -> dict[int, Tensor]:
+        """Return the rows with values [rows] of each gradient, by the address of its first number."""
+        return {gradient.data_ptr(): index for gradient, index in zip(self._sparse, self._rows, strict=True)}
+
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sends: those returned by ``pack``, and the byte per row that marks nonzero rows."""

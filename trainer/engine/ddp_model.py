@@ -49,8 +49,11 @@ class Strategy(Protocol):
     def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
         """Return the context of a micro-step's forward and backward pass; ``last``: of an optimizer step."""
 
-    def clip(self, values: list[Tensor], max_norm: float) -> Tensor | float:
-        """Return the norm [] of all gradients, with this rank's values; scale them down to ``max_norm`` if above 0."""
+    def clip(self, values: list[Tensor], max_norm: float, rows: Mapping[int, Tensor]) -> Tensor | float:
+        """Return the norm [] of all gradients, with this rank's values; scale them down to ``max_norm`` if above 0.
+
+        ``rows`` are the only rows with values [rows] of some gradients, by their addresses.
+        """
 
     def measure(self, meter: StepMeter) -> None:
         """Have a meter follow collectives that no bucket of DDP makes."""
@@ -87,8 +90,11 @@ class Replicated:
             host_norm if on_host else total_norm if one_device else torch.nn.utils.get_total_norm
         )
 
-    def clip(self, values: list[Tensor], max_norm: float) -> Tensor | float:
-        return clip(values, self._total_norm(values), max_norm)
+    def clip(self, values: list[Tensor], max_norm: float, rows: Mapping[int, Tensor]) -> Tensor | float:
+        nonzero = (
+            [value[rows[at]] if (at := value.data_ptr()) in rows else value for value in values] if rows else values
+        )
+        return clip(values, self._total_norm(nonzero), max_norm)
 
     def measure(self, meter: StepMeter) -> None:
         """Follow nothing more: DDP's comm hook measures."""

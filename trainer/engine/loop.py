@@ -246,7 +246,7 @@ class Loop:
         gradients = self._use.gradients(step=step)
         grad_scale = items.correct_gradients() * self.scaler.value
         self.scaler.unscale_(self.optimizer)
-        norm = self.strategy.clip(gradients, self.options.clip_norm)
+        norm = self.strategy.clip(gradients, self.options.clip_norm, self.meter.nonzero_rows)
         grad_norm = finite.require_gradient(norm, self.optimizer, step=step)
         if not self.scaler.step(self.optimizer):
             self._discard_step()

@@ -83,7 +83,7 @@ class FullySharded:
     def micro_step(self, *, last: bool) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def clip(self, values: Sequence[Tensor], max_norm: float) -> Tensor | float:
+    def clip(self, values: list[Tensor], max_norm: float, rows: Mapping[int, Tensor]) -> Tensor | float:
         own = torch.nn.utils.get_total_norm(values)
         square = own.to(torch.float64).square()
         dist.all_reduce(square, group=self._group)

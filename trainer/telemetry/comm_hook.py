@@ -144,6 +144,9 @@ class BucketHook:
         """Why nothing is measured any more; None without a fault."""
         self.waiting = False
         """Whether this rank waits for the others' gradients; on CPU ranks only."""
+        self.nonzero_rows: dict[int, Tensor] = {}
+        """Rows with values [rows] of the gradients of which only those were reduced in the last synchronisation, by the
+        address of the gradient in its bucket."""
         self._clock = clock
         self._group = model.process_group
         self._share = 1.0 / dist.get_world_size(self._group)
@@ -216,6 +219,7 @@ class BucketHook:
         last = cached.last
         if cached.first:
             self._follow_join()
+            self.nonzero_rows = {}
         measuring = self._measuring and not self._matching
         norm = self._norm(buffer) if measuring and self._detailed else None
         share = cached.share if self._join_share is None else factor(self._join_share, buffer.dtype)
@@ -237,6 +241,7 @@ class BucketHook:
         self._pending_work.clear()
         for rows in self._packed:
             rows.unpack()
+            self.nonzero_rows |= rows.by_address()
         self._packed.clear()
         if buckets is not None:
             self._all_reduced(buckets)

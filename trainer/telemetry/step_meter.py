@@ -9,13 +9,13 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.contract.record import EventWriter, Finding, Step
@@ -237,6 +237,11 @@ class StepMeter:
         if self._collectives is not None:
             self._collectives.begin_step(self._phases, detailed=self._detailed())
         self._measure_sync()
+
+    @property
+    def nonzero_rows(self) -> Mapping[int, Tensor]:
+        """Rows with values [rows] of the reduced gradients for which they are known, by the gradients' addresses."""
+        return self._hooks[0].nonzero_rows if len(self._hooks) == 1 else {}
 
     def discard(self) -> None:
         """Drop the step, because its optimizer step was left out, and start the next one."""
