@@ -82,6 +82,7 @@ COLUMNS: tuple[Column[RankRow], ...] = (
     _mean_ms("backward", "bwd ms", 6, 8),
     number_column("sync", 7, 3, lambda row: row.view.sums.mean_exposed_ms, title="sync ms", digits=1),
     _mean_ms("optimizer", "opt ms", 6, 14),
+    _mean_ms("other", "other ms", 8, 17),
     number_column("late", 7, 5, lambda row: row.late_ms, title="late ms", digits=1),
     number_column("memory", 7, 11, lambda row: row.view.memory_bytes and row.view.memory_bytes / GIB,
                   title="mem GiB", digits=1),
