@@ -12,7 +12,7 @@ import msgspec
 from gputrain_tui import paths
 from gputrain_tui.commands.shared_flags import add_recipe
 from gputrain_tui.history.run_folders import create_by_hand
-from gputrain_tui.hosts.host_names import LocalFacts
+from gputrain_tui.hosts.host_names import LocalFacts, is_pending
 from gputrain_tui.lifecycle.prepared import endless_reason, plan_with_inventories
 from gputrain_tui.lifecycle.recipe_to_run import recipe_text
 from gputrain_tui.output import print_json, print_message
@@ -113,7 +113,10 @@ def report(plan: Plan, name: str, *, shares: str = "") -> str:
     head = f"{printable(name)}: {_count(plan.world_size, 'rank')} on {_count(len(plan.nodes), 'node')}, {plan.backend}"
     if plan.init_method is not None:
         head += f", rendezvous at {plan.init_method}"
-    parts = [f"{head}, started by {plan.launcher}", table(columns, rows), shares, shell_commands(plan)]
+    head += f", started by {plan.launcher}"
+    if pending := [node.host for node in plan.nodes if is_pending(node.host)]:
+        head += f", which chooses the hosts: {pending[0]} stands for the first of them"
+    parts = [head, table(columns, rows), shares, shell_commands(plan)]
     return "\n\n".join(filter(None, parts))
 
 

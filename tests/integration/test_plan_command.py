@@ -169,3 +169,13 @@ def test_planning_imports_neither_torch_nor_textual() -> None:
     words = [sys.executable, "-c", code, "plan", "recipes/four_nodes.toml"]
     ended = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert ended.stderr.strip() == "0 []"
+
+
+def test_a_plan_for_slurm_says_that_its_hosts_are_not_chosen_yet(plan: Command, tmp_path: Path) -> None:
+    recipe = tmp_path / "slurm.toml"
+    recipe.write_text(
+        "[slurm]\nnodes = 2\n[[cluster.nodes]]\ncpu_ranks = 2\n"
+        '[train]\ntask = "lm"\nmax_updates = 1\n[task]\ndata = "stdlib"\n'
+    )
+    head = plan(str(recipe)).stdout.partition("\n")[0]
+    assert head.endswith("by slurm, which chooses the hosts: node-0.slurm.invalid stands for the first of them")
