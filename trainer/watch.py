@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,12 @@ from trainer.agent import end_signal
 from trainer.agent.rank_failure import failure_of
 from trainer.agent.script_environment import RANK_PID, RUN_DIR
 from trainer.contract.record import EventWriter, RankState, RankStateName, RunDir
+from trainer.engine.script_shares import ScriptShares
 from trainer.telemetry import instrument
 from trainer.telemetry.ddp_log import ddp_of
 from trainer.telemetry.instrument.fetched_batches import plus, size_of
 from trainer.telemetry.own_metrics import OWN
 from trainer.telemetry.step_tracker import StepTracker
-
-if TYPE_CHECKING:
-    from trainer.engine.script_shares import ScriptShares
 
 Batch = TypeVar("Batch")
 
@@ -188,8 +186,6 @@ class Watched:
             ValueError: there are fewer samples than ranks.
         """
         if self._shares is None:
-            from trainer.engine.script_shares import ScriptShares
-
             self._shares = ScriptShares(self._tracker, self._writer)
         return self._shares.next(global_batch_size)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -72,6 +73,25 @@ def test_a_script_under_torchrun_is_recorded(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     _check_two_ranks(tmp_path)
     assert [event.local_rank for event in _events(tmp_path, 1) if isinstance(event, RankState)] == [1, 1]
+
+
+@pytest.mark.timing
+@pytest.mark.parametrize("command", ["torchrun", "spawn", "trainer"])
+def test_a_script_beside_a_trainer_of_its_own_is_recorded(tmp_path: Path, command: str) -> None:
+    script = Path(shutil.copy(SCRIPT, tmp_path))
+    (tmp_path / "trainer.py").write_text("OWN = True\n")
+    run_dir = tmp_path / "run"
+    launcher = [sys.executable, "-P", "-m", "trainer", "--cpu", "--distributed-world-size", "2"]
+    words = {
+        "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", str(script)],
+        "spawn": [sys.executable, str(script), "spawn", str(tmp_path / "store")],
+        "trainer": [*launcher, "--script", str(script), "--run-dir", str(run_dir)],
+    }[command]
+    done = _run(words, None if command == "trainer" else run_dir)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert sum(event.tokens or 0 for event in _steps(run_dir, rank)) == 960, "given to report()"
+        assert sum(event.steps for event in _steps(run_dir, rank)) == 12
 
 
 @pytest.mark.timing

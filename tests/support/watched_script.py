@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer.watch import watch
+if Path(__file__).with_name("trainer.py").exists():
+    import trainer  # the script's own
+    from gputrain_tui.watch import watch
+else:
+    from trainer.watch import watch
 
 STEPS = 12
 
@@ -38,6 +43,7 @@ def train() -> None:
     loader = SlowLoader(TensorDataset(torch.randn(STEPS * 4, 32)), batch_size=8)
     with watch(model, optimizer, checksum_every=5) as watched:
         for _ in range(2):
+            assert "trainer" not in globals() or trainer.OWN  # another module of ours would have no such name
             for (batch,) in watched.batches(loader):
                 loss = model(batch).square().mean()
                 optimizer.zero_grad()

@@ -18,6 +18,9 @@ SHARED = ("__main__", "__mp_main__", "encodings", "sitecustomize", "usercustomiz
 """Modules that are never hidden: those that a new interpreter has loaded before it runs a script, besides the built-in
 and frozen ones; and torch, as the script's own is the one to be measured."""
 
+KEPT = "gputrain_own_package"
+"""Name under which this module is found while its own name is hidden from the script."""
+
 _folders: list[str] = []
 """Folders of the script at the front of its path; empty while these packages' own path is in force for good."""
 _own_path: list[str] = []
@@ -27,6 +30,7 @@ _hidden: dict[str, ModuleType] = {}
 
 def hide_from_script(folders: Sequence[str]) -> None:
     """Put a script's folders at the front of the path, and hide the loaded modules of which they have others."""
+    sys.modules[KEPT] = sys.modules[__name__]
     _folders[:] = folders
     _own_path[:] = sys.path
     sys.path[:] = [*folders, *(folder for folder in sys.path if folder not in folders)]
@@ -45,6 +49,7 @@ def enter(path: Sequence[str], loaded: Mapping[str, ModuleType]) -> None:
         path: import path of these packages; what the process has besides is the script's.
         loaded: modules of these packages that are loaded and hidden.
     """
+    sys.modules[KEPT] = loaded[__name__]
     _folders[:] = [folder for folder in sys.path if folder not in path]
     _own_path[:] = path
     _hidden.update(loaded)

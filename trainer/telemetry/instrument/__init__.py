@@ -120,8 +120,9 @@ def collective_meter() -> CollectiveMeter:
     if _recording is not None:
         return _recording.collectives
     if _watched is None:
-        from trainer.telemetry.collectives import interception
-        from trainer.telemetry.collectives.collective_meter import CollectiveMeter
+        with own_package.own_package():
+            from trainer.telemetry.collectives import interception
+            from trainer.telemetry.collectives.collective_meter import CollectiveMeter
 
         meter = _watched = CollectiveMeter()
         interception.wrap_calls(meter)

@@ -63,7 +63,7 @@ def _join(rank: int, world_size: int, described: Sequence[str]) -> None:
     address, plan_pid, starts_ranks, *path = described
     try:
         if not _own:
-            _own.append(_load_own_package(path))
+            _own.append(load_own_package(path))
         with _own[0].own_package():
             from trainer.telemetry.instrument import started_rank
 
@@ -72,7 +72,7 @@ def _join(rank: int, world_size: int, described: Sequence[str]) -> None:
         print(f"gputrain: not measured: {type(error).__name__}: {error}", file=sys.stderr)
 
 
-def _load_own_package(path: Sequence[str]) -> Any:
+def load_own_package(path: Sequence[str]) -> Any:
     """Import the module that separates these packages from the script's modules, beside a ``trainer`` of the script."""
     script_path, theirs = list(sys.path), _pop_trainer()
     sys.path[:] = path
