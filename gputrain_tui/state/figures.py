@@ -127,7 +127,7 @@ def run_figures(views: Iterable[RankView]) -> RunFigures:
         **vars(_throughput([(view, sums) for view, _, sums in reporting])),
         step=step,
         epoch=epoch,
-        loss=run_loss((view.loss_at(step), view.samples_at(step)) for view, _, _ in reporting),
+        loss=run_loss(view.loss_and_samples_at(step) for view, _, _ in reporting),
         step_ms=mean_step_ms(all_sums),
         sync_ms=sum(sums.exposed_ms for sums in all_sums) / synced_steps if synced_steps else None,
         compute_share=mean_share(all_sums, "forward", "backward"),

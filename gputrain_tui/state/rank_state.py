@@ -179,9 +179,12 @@ class RankView:
         loss = loss_at((event for event in (self.last, self.before) if event is not None), step)
         return math.nan if loss is None and self.loss_is_nan and self.last is not None else loss
 
-    def samples_at(self, step: int) -> float | None:
-        """Return its samples at one of its newest steps; None where they are not known."""
-        return samples_at((event for event in (self.last, self.before) if event is not None), step)
+    def loss_and_samples_at(self, step: int) -> tuple[float | None, float | None]:
+        """Return its loss, as ``loss_at``, and its samples at one of its newest steps; None where they are not known."""
+        last = self.last
+        if last is not None and last.step == step and last.losses is None and last.loss is not None:
+            return last.loss, None if last.samples is None else last.samples / last.steps
+        return self.loss_at(step), samples_at((event for event in (last, self.before) if event is not None), step)
 
     @property
     def stage(self) -> str:
