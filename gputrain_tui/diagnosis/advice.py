@@ -78,6 +78,12 @@ ADVICE = {
     "uneven_speeds": 'set batch_size = "balanced" and global_batch_size to the samples of all ranks in a step: each '
     "rank gets the share that it can carry, and what is learned stays the same (gputrain help shares). If a device "
     "should be as fast as the others, look for another job on it, its clock and its cooling first",
+    "forward_script": "compare its device, its input sizes and other processes there with those of the other ranks; "
+    "code that only this rank runs is a common cause. If its time grows with its samples, the shares of "
+    "watched.shares() make up for it (gputrain help scripts)",
+    "backward_script": "compare its device, its input sizes and other processes there with those of the other ranks; "
+    "hooks that only this rank runs are a common cause. If its time grows with its samples, the shares of "
+    "watched.shares() make up for it (gputrain help scripts)",
     "uneven_speeds_script": "let each rank take the share of watched.shares() (gputrain help scripts). If a device "
     "should be as fast as the others, look for another job on it, its clock and its cooling first",
     "memory_creep": "something keeps growing: losses kept with their graphs, lists of outputs, unbounded caches",

@@ -132,7 +132,16 @@ def _own_work_symptom(
     }
     confirmed = lasting and len(agreeing) >= limit.MIN_AGREEING_SHARE * len(recent)
     symptom = _symptom(
-        rank, late_ms, step_ms, max(gate, noise), cause, evidence, step=window[-1].step, confirmed=confirmed
+        rank,
+        late_ms,
+        step_ms,
+        max(gate, noise),
+        cause,
+        evidence,
+        step=window[-1].step,
+        confirmed=confirmed,
+        whole_ms=median([row.step_ms for row in agreeing]),
+        script=state.plan is None,
     )
     return _with_waiting(symptom, state.ranks[rank].groups, agreeing, index, ranks)
 
@@ -196,7 +205,9 @@ def _core_wait_symptom(
     )
     evidence = {"core_wait_excess_ms": late_ms, "late_ms": median([row.late_ms(index) for row in recent])}
     cause = known_cause("cpu_quota" if throttled else "core_wait")
-    return _symptom(rank, late_ms, step_ms, gate, cause, evidence, step=recent[-1].step, confirmed=steady)
+    return _symptom(
+        rank, late_ms, step_ms, gate, cause, evidence, step=recent[-1].step, confirmed=steady, whole_ms=step_ms
+    )
 
 
 def _symptom(
@@ -209,8 +220,12 @@ def _symptom(
     *,
     step: int,
     confirmed: bool,
+    whole_ms: float,
+    script: bool = False,
 ) -> Symptom:
+    """Return the symptom; ``step_ms`` is a step without waits for a core, ``whole_ms`` one with them."""
     share = late_ms / step_ms
+    of_whole = min(late_ms / whole_ms, 1.0) if whole_ms > 0 else share
     return Symptom(
         kind="straggler",
         rank=rank,
@@ -220,10 +235,16 @@ def _symptom(
         severity="critical" if share >= limit.STRAGGLER_CRITICAL_SHARE else "warning",
         cause=cause.name,
         step=step,
-        message=f"rank {rank} takes {late_ms:.1f} ms longer than the others in each step ({percent(share)} of a step), "
-        f"{cause.because}",
-        evidence={"excess_ms": late_ms, "excess_share": share, "threshold_ms": threshold, **evidence, **cause.evidence},
-        advice=ADVICE[cause.name],
+        message=f"rank {rank} takes {late_ms:.1f} ms longer than the others in each step "
+        f"({percent(of_whole)} of a step), {cause.because}",
+        evidence={
+            "excess_ms": late_ms,
+            "excess_share": of_whole,
+            "threshold_ms": threshold,
+            **evidence,
+            **cause.evidence,
+        },
+        advice=ADVICE.get(f"{cause.name}_script" if script else cause.name, ADVICE[cause.name]),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from math import expm1, log1p, sqrt
+from math import exp, expm1, log, log1p, sqrt
 from statistics import NormalDist, fmean, stdev
 
 from msgspec.structs import replace
@@ -56,7 +56,7 @@ def _changed(recipe: Sequence[DifferingValues]) -> Iterator[str]:
 def _over_rounds(differences: Sequence[Difference], *, relative: bool) -> Difference:
     changes = [each.change for each in differences if each.change is not None]
     before, now = (
-        fmean(values) if len(values) == len(differences) else None
+        _mean(values, relative=relative) if len(values) == len(differences) else None
         for values in (
             [each.before for each in differences if each.before is not None],
             [each.now for each in differences if each.now is not None],
@@ -70,6 +70,11 @@ def _over_rounds(differences: Sequence[Difference], *, relative: bool) -> Differ
         low, high = mean_interval(logarithms)
         return difference_of(before, now, expm1(fmean(logarithms)), (expm1(low), expm1(high)))
     return difference_of(before, now, fmean(changes), mean_interval(changes))
+
+
+def _mean(values: Sequence[float], *, relative: bool) -> float:
+    """Return the mean over the rounds; of what is compared by ratios the geometric one, whose ratio is the change."""
+    return exp(fmean(map(log, values))) if relative and min(values) > 0 else fmean(values)
 
 
 def mean_interval(values: Sequence[float]) -> Interval:

@@ -77,6 +77,7 @@ def parse_condition(text: str) -> Condition:
     if name not in names and not match["metric"]:
         raise RequestError(
             f"--fail-on {quoted(text)}: {quoted(name)} is no figure{nearest(name, names)}; they are {', '.join(names)}"
+            ", loss@STEP, metric:NAME, and finding:KIND without a limit"
         )
     absolute = name in LOSSES or bool(match["metric"])
     if bool(match["percent"]) == absolute:

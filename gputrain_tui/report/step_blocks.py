@@ -30,7 +30,9 @@ class StepBlocks:
         """By number of the block, by rank."""
 
     def apply(self, event: Step) -> None:
-        """Add a step event; one that covers steps of several blocks is divided among them in proportion.
+        """Add a step event; one that covers steps of several blocks is divided among them.
+
+        Its losses go with their steps, all else in proportion.
 
         Steps that a restart repeats count twice, as their time was spent twice.
         """
@@ -43,9 +45,12 @@ class StepBlocks:
         else:
             whole = ZERO_TOTALS.plus(event)
             for number in range(first, last + 1):
-                begin, end = number * self.length, (number + 1) * self.length
-                share = (min(end, event.step) - max(begin, event.step - event.steps)) / event.steps
+                begin = max(number * self.length - (event.step - event.steps), 0)
+                end = min((number + 1) * self.length - (event.step - event.steps), event.steps)
+                share = (end - begin) / event.steps
                 part = Totals._make(value * share for value in whole)
+                if event.losses is not None and len(event.losses) == event.steps:
+                    part = _with_losses(part, event.losses[begin:end])
                 sums = self._blocks.setdefault(number, {})
                 sums[event.rank] = _added(sums[event.rank], part) if event.rank in sums else part
         while len(self._blocks) >= 2 * MIN_BLOCKS:
@@ -103,6 +108,14 @@ class StepBlocks:
         if not near or step > self.last_step:
             return []
         return [list(self._blocks[number].values()) for number in near]
+
+
+def _with_losses(part: Totals, losses: Sequence[float | None]) -> Totals:
+    """Return the sums of some steps of an event with the losses of these steps, in place of their share of its mean."""
+    known = [loss for loss in losses if loss is not None]
+    samples = part.samples * len(known) / len(losses) if part.loss_samples else 0
+    mean = sum(known) / len(known) if known else 0.0
+    return part._replace(loss=sum(known), loss_steps=len(known), sample_loss=mean * samples, loss_samples=samples)  # type: ignore[arg-type]
 
 
 def _added(one: Totals, other: Totals) -> Totals:

@@ -206,10 +206,12 @@ def noise_text(scale: NoiseScale | None) -> str:
     """Return the gradient noise scale and its meaning for the batch size; empty where it is not known.
 
     At a batch of the noise scale a training takes twice the fewest steps and twice the fewest samples (McCandlish et
-    al. 2018, section 2.2).
+    al. 2018, section 2.2). The estimate may be off by a few times, so within four times of the batch it tells no more.
     """
     if scale is None or scale.samples is None:
         return ""
     samples = float(f"{scale.samples:.2g}")  # more digits would be noise
+    if scale.batch / 4 < samples < scale.batch * 4:
+        return f"about {samples:,.0f} samples, near the batch of {scale.batch:,}"
     advice = "still helps" if scale.batch < samples else "saves few steps"
-    return f"{samples:,.0f} samples: a larger batch than {scale.batch:,} {advice}"
+    return f"about {samples:,.0f} samples: a larger batch than {scale.batch:,} {advice}"

@@ -180,7 +180,7 @@ class RankView:
         return math.nan if loss is None and self.loss_is_nan and self.last is not None else loss
 
     def loss_and_samples_at(self, step: int) -> tuple[float | None, float | None]:
-        """Return its loss, as ``loss_at``, and its samples at one of its newest steps; None where they are not known."""
+        """Return its loss, as ``loss_at``, and its samples at one of its newest steps; None where not known."""
         last = self.last
         if last is not None and last.step == step and last.losses is None and last.loss is not None:
             return last.loss, None if last.samples is None else last.samples / last.steps

@@ -234,8 +234,9 @@ def test_a_script_without_measured_steps_is_not_said_to_have_done_none(seen: boo
 @pytest.mark.parametrize(
     ("scale", "batch", "line"),
     [
-        (3241.7, 512, "noise      the noise scale is 3,200 samples: a larger batch than 512 still helps"),
-        (96.4, 2048, "noise      the noise scale is 96 samples: a larger batch than 2,048 saves few steps"),
+        (3241.7, 512, "noise      the noise scale is about 3,200 samples: a larger batch than 512 still helps"),
+        (96.4, 2048, "noise      the noise scale is about 96 samples: a larger batch than 2,048 saves few steps"),
+        (13.4, 32, "noise      the noise scale is about 13 samples, near the batch of 32"),
     ],
 )
 def test_the_noise_scale_is_told_with_its_meaning_for_the_batch(scale: float, batch: int, line: str) -> None:

@@ -331,6 +331,31 @@ def test_the_command_tells_by_its_exit_code(
     assert {key["key"]: key["values"] for key in data["recipe"]} == {"train.lr": ["0.1", "0.2"]}
 
 
+def test_the_loss_near_a_step_does_not_depend_on_which_steps_share_an_event() -> None:
+    losses = [3.0 - 0.004 * number + (number % 3) * 0.1 for number in range(600)]
+    found = []
+    for longest in (1, 3, 7):
+        blocks, begin = StepBlocks(), 0
+        while begin < len(losses):
+            several = losses[begin : begin + longest]
+            begin += len(several)
+            event = Step(time=BEGIN + begin, rank=0, step=begin, epoch=1, steps=len(several), samples=8 * len(several),
+                         loss=sum(several) / len(several), losses=several, step_ms=20.0)  # fmt: skip
+            blocks.apply(event)
+        run = RecordedRun(report=REPORT, blocks=blocks, undisturbed=blocks)
+        figures = {each.name: each.differences[0].before for each in compare([run, run], loss_steps=[200]).figures}
+        found.append((figures["loss"], figures["loss@200"]))
+    assert found == [pytest.approx(found[0])] * 3
+
+
+def test_a_metric_that_is_validated_is_compared_by_its_validation() -> None:
+    trained = measured("a", 0.5)
+    validations = (ValidationReport(split="valid", step=100, loss=2.0, metrics={"recall@5": 0.75}),)
+    validated = dataclasses.replace(trained, report=replace(trained.report, validations=validations))
+    (found,) = (each for each in compare([validated, trained]).figures if each.name == "metric:recall@5")
+    assert (found.differences[0].before, found.differences[0].now) == (0.75, 0.5)
+
+
 def turns(
     *, rounds: int, slower: float, seed: int = 0, own_noise: float = 0.02
 ) -> list[tuple[RecordedRun, RecordedRun]]:
@@ -394,6 +419,9 @@ def test_in_turns_the_other_way_round_a_difference_has_the_other_sign() -> None:
     assert back.interval is not None
     assert (1 + forth.change) * (1 + back.change) == pytest.approx(1)
     assert (1 + forth.interval[0]) * (1 + back.interval[1]) == pytest.approx(1)
+    assert forth.before is not None
+    assert forth.now is not None
+    assert forth.now / forth.before == pytest.approx(1 + forth.change), "the change is that of the values beside it"
 
 
 def test_in_turns_a_figure_that_a_round_lacks_is_left_out_and_what_changed_is_named() -> None:
