@@ -18,6 +18,7 @@ from gputrain_tui.recipe.command_launchers import LaunchCommand
 from gputrain_tui.recipe.launch_command import read_launch_command
 from gputrain_tui.recipe.shell_text import read_pasted_command, shown
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
+from gputrain_tui.recipe.trainer_command import read_trainer_command, trains_a_task
 from gputrain_tui.shell_words import shell_joined
 from trainer.contract.builtin_tasks import BUILT_IN
 from trainer.contract.errors import RequestError, nearest, printable, quoted
@@ -92,6 +93,8 @@ class NewRecipe:
 
 def from_command(command: LaunchCommand, *, typed: str) -> NewRecipe:
     """Return the recipe of a launch command; ``typed``: the command on one line."""
+    if command.module and command.script == "trainer" and trains_a_task(command.args):
+        return _from_trainer(command, typed=typed)
     names = ("script", "module", "local_rank_flag", "args", "starts_ranks")
     train = {name: value for name in names if (value := getattr(command, name))}
     cluster = {**command.cluster, **({"env": command.env} if command.env else {})}
@@ -104,6 +107,21 @@ def from_command(command: LaunchCommand, *, typed: str) -> NewRecipe:
         slurm=command.slurm,
         makes_group=command.makes_group,
         notes=tuple(map(printable, command.notes)),
+    )
+
+
+def _from_trainer(command: LaunchCommand, *, typed: str) -> NewRecipe:
+    tables = read_trainer_command(command.args)
+    starts_itself = command.nodes == [{"ranks": 1}]  # by python, of which nothing else is to be said
+    cluster = {**command.cluster, **tables.cluster, **({"env": command.env} if command.env else {})}
+    return NewRecipe(
+        name=Path(tables.train["task"].partition(":")[0]).stem,
+        origin=typed,
+        nodes=[tables.node] if starts_itself else command.nodes,
+        train=tables.train,
+        task=tables.task,
+        cluster=cluster,
+        notes=tuple(map(printable, [*([] if starts_itself else command.notes), *tables.notes])),
     )
 
 

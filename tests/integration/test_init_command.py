@@ -156,3 +156,30 @@ def test_an_example_is_printed(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert 'task = "lm"' in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_of_our_trainer_becomes_a_recipe_of_its_task(tmp_path: Path) -> None:
+    words = ["--max-updates", "4", "--lr", "0.01,0.002", "--cpu", "--distributed-world-size=2", "--stop-grace", "7"]
+    made = init(tmp_path, "-o", "r.toml", "--", "python", "-P", "-m", "trainer", "--task", "lm", "--data", "t.txt",
+                "--context", "16", *words, "--run-dir", "x")  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    recipe = load(str(tmp_path / "r.toml"))
+    assert recipe.cluster.nodes == (Node(cpu_ranks=2),)
+    assert "stop_grace = 7" in (tmp_path / "r.toml").read_text()
+    assert (recipe.train.task, recipe.train.max_updates, recipe.train.lr) == ("lm", 4, (0.01, 0.002))
+    assert recipe.task_options["context"] == 16
+    assert "left out, as gputrain decides it at the start: --run-dir" in made.stderr
+    assert "starts one process" not in made.stderr
+    wrong = init(
+        tmp_path, "-o", "-", "--", "python", "-m", "trainer", "--task", "lm", "--data", "t.txt", "--contxt", "16"
+    )
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.count("\n") == 1
+    assert "'--contxt' is no option of the trainer or its task; did you mean '--context'?" in wrong.stderr
+
+
+def test_another_module_named_trainer_stays_a_script(tmp_path: Path) -> None:
+    assert init(tmp_path, "-o", "r.toml", "--", "python", "-m", "trainer", "--epochs", "3").returncode == 0
+    script = load(str(tmp_path / "r.toml")).script
+    assert script is not None
+    assert (script.script, script.module, script.args) == ("trainer", True, ("--epochs", "3"))
