@@ -96,7 +96,7 @@ def result_lines(state: RunState, width: int) -> list[list[Piece]]:
     rate, unit = rates.rate
     if rate is not None:
         # A run that waited or hung took longer than its steps, which alone the rates are over.
-        over = f"in {_seconds(rates.stepping_s)} of steps"
+        over = f"in {_seconds(rates.stepping_s)} of {'recorded ' * bool(state.record_gap)}steps"
         text = "  ".join(filter(None, [f"{number(rate)} {unit}", further_rates(rates), over]))
         lines.append([(f"{'all ranks' if len(state.ranks) > 1 else 'rate':<11}", "dim"), (text, "")])
     if (change := state.shares.newest) is not None:

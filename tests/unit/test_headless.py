@@ -247,6 +247,12 @@ def test_the_noise_scale_is_told_with_its_meaning_for_the_batch(scale: float, ba
     assert line in plain(closing_lines(state, 80)).splitlines()
 
 
+def test_rates_of_a_record_with_a_gap_are_said_to_be_of_its_steps() -> None:
+    state = trained()
+    state.apply(Finding(time=1007.0, kind="record_incomplete", severity="warning", message="h2's disk is full"))
+    assert "in 6.0 s of recorded steps" in plain(closing_lines(state, 80))
+
+
 def test_before_the_first_step_a_compilation_has_its_name() -> None:
     state = started()
     for rank in (0, 1):
