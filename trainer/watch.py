@@ -183,7 +183,7 @@ class Watched:
             global_batch_size: Samples of all ranks together, at least one per rank.
 
         Raises:
-            ValueError: there are fewer samples than ranks.
+            ValueError: there are fewer samples than ranks, or the ranks give different numbers.
         """
         if self._shares is None:
             self._shares = ScriptShares(self._tracker, self._writer)

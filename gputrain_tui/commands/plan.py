@@ -6,6 +6,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -66,8 +67,9 @@ def run(args: Namespace) -> int:
         directory = RunDir(Path(args.run_dir).absolute())
         text = recipe_text(recipe)
         create_by_hand(directory, plan, recipe=recipe.name, recipe_toml=text, runs=paths.runs_folder(), now=time.time())
+    shares = _shares(recipe, plan, device_models(plan, facts, planned.local))
     if args.json:
-        print_json(msgspec.json.encode(plan).decode())
+        print_json(msgspec.json.encode(_PlanWithShares(**msgspec.structs.asdict(plan), shares=shares)).decode())
     elif args.shell:
         print(shell_commands(plan))
     elif args.sbatch:
@@ -77,8 +79,7 @@ def run(args: Namespace) -> int:
         saving_s = saving_time_before(recipe)
         print(script(plan, name=recipe.name, options=recipe.slurm, saving_s=saving_s), end="")
     else:
-        models = device_models(plan, facts, planned.local)
-        print(report(plan, recipe.name, shares=_shares(recipe, plan, models)))
+        print(report(plan, recipe.name, shares="" if shares is None else _shares_line(recipe, shares)))
     return ExitCode.FINISHED
 
 
@@ -89,20 +90,45 @@ def _problems(recipe: Recipe, plan: Plan, local: LocalFacts) -> list[str]:
     return [problem for problem in (endless_reason(recipe), *(result.line for result in results)) if problem]
 
 
-def _shares(recipe: Recipe, plan: Plan, models: Sequence[str]) -> str:
-    """Return the ranks' shares of the global batch in a line, where they are balanced; else an empty text."""
+class _FirstShares(msgspec.Struct):
+    """The ranks' shares of the global batch at the start."""
+
+    cause: Literal["start", "learned", "recorded"]
+    """As in the record's event ``shares``."""
+    shares: Sequence[int] | None
+    """Samples of each rank, or tokens; None where they are those of another run."""
+
+
+class _PlanWithShares(Plan):
+    """A plan as ``--json`` prints it."""
+
+    shares: _FirstShares | None = None
+    """None where shares are not balanced."""
+
+
+def _shares(recipe: Recipe, plan: Plan, models: Sequence[str]) -> _FirstShares | None:
+    """Return the shares with which the ranks begin, on GPUs of these models; None where they are not balanced."""
     train = recipe.train
     if train.batch_size != "balanced":
-        return ""
-    total = f"{train.global_batch_size:,} {'tokens' if train.max_tokens else 'samples'}"
+        return None
     if train.shares_from:
-        return f"shares of {total} as in the run of {printable(train.shares_from)}"
+        return _FirstShares("recorded", None)
     known = LearnedSpeeds(train, describe_task(train.task), recipe.task_options)
     # With tokens a share also depends on the longest sample, which only the ranks know.
     if not train.max_tokens and (learned := known.shares(models, train.global_batch_size)) is not None:
-        return f"shares {shares_text(learned)} of {total} at the start, by earlier runs on such devices"
-    shares = shares_text(equal_shares(train.global_batch_size, plan.world_size))
-    return f"shares {shares} of {total} at the start: equal, until the ranks have measured their speeds"
+        return _FirstShares("learned", learned)
+    return _FirstShares("start", equal_shares(train.global_batch_size, plan.world_size))
+
+
+def _shares_line(recipe: Recipe, first: _FirstShares) -> str:
+    train = recipe.train
+    total = f"{train.global_batch_size:,} {'tokens' if train.max_tokens else 'samples'}"
+    if first.shares is None:
+        return f"shares of {total} as in the run of {printable(train.shares_from or '')}"
+    why = ", by earlier runs on such devices"
+    if first.cause == "start":
+        why = ": equal, until the ranks have measured their speeds"
+    return f"shares {shares_text(first.shares)} of {total} at the start{why}"
 
 
 def report(plan: Plan, name: str, *, shares: str = "") -> str:

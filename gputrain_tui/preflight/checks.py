@@ -99,6 +99,9 @@ def _inputs(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNode])
     if start and nodes[0].node == 0:  # rank 0 reads it for all
         exists = ok(START_CHECKS[start], f"{getattr(recipe.train, start)} exists", key=f"train.{start}")
         yield facts.resume or exists
+    if recipe.train.shares_from and nodes[0].node == 0:
+        repeated = ok("shares", f"those of {recipe.train.shares_from} are repeated", key="train.shares_from")
+        yield facts.shares or repeated
 
 
 def _sinks(recipe: Recipe, facts: PreflightFacts) -> Iterator[CheckResult]:

@@ -27,6 +27,7 @@ from trainer.contract.builtin_tasks import BUILT_IN, check_data, options_schema
 from trainer.contract.errors import RequestError
 from trainer.contract.option_rules import start_option
 from trainer.contract.record.checkpoints import LOCK, foreign_run
+from trainer.contract.recorded_shares import recorded_shares
 from trainer.contract.rendezvous_url import parse_rendezvous_url
 from trainer.contract.task_files import require_optimizer
 from trainer.host import resource_limits
@@ -61,6 +62,7 @@ def collect_facts(
         script=_script(recipe),
         report=_missing_sink(recipe),
         resume=_start_file(recipe) if first else None,
+        shares=_recorded_shares(recipe, plan) if first else None,
         port=port,
         rendezvous=rendezvous,
         home=folder_facts(paths.runs_folder()),
@@ -201,6 +203,18 @@ def _start_file(recipe: Recipe) -> CheckResult | None:
             return error(check, f"{path} holds no checkpoint", "name another folder", key=key)
     except OSError as failure:
         return _unreadable(check, key, path, failure)
+    return None
+
+
+def _recorded_shares(recipe: Recipe, plan: Plan) -> CheckResult | None:
+    """Return why the shares of another run cannot be repeated; None if they can, or need not be."""
+    train = recipe.train
+    if train.shares_from is None:
+        return None
+    try:
+        recorded_shares(train.shares_from, ranks=plan.world_size, global_batch_size=train.global_batch_size)
+    except RequestError as refused:
+        return error("shares", str(refused), "name the folder of such a run", key="train.shares_from")
     return None
 
 

@@ -34,6 +34,8 @@ class PreflightFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The package of a live sink, if it is not installed."""
     resume: CheckResult | None = None
     """The checkpoint or the weights from which the run starts, if they cannot be read."""
+    shares: CheckResult | None = None
+    """The run whose recorded shares are to be repeated, if they cannot be."""
     port: Port | None = None
     rendezvous: RendezvousFile | None = None
     home: Folder | None = None

@@ -15,7 +15,7 @@ NODE_KEY = re.compile(r"cluster\.nodes\[(\d+)\]\.(\w+)")
 MESSAGE_KEY = re.compile(r"(?:^|[: ])((?:name|cluster|slurm|train|task|report)(?:\.\w+|\[\d+\])*)(?=[\s:]|$)")
 ENV = Option(name="env", kind="str", help="environment variables of the ranks, such as NCCL_DEBUG=INFO")
 """The table ``env`` of the cluster or of a node, as one line."""
-PATH_NAMES = ("resume", "finetune_from", "eval_only", "script", "task", "workdir", "python")
+PATH_NAMES = ("resume", "shares_from", "finetune_from", "eval_only", "script", "task", "workdir", "python")
 PATH_ENDINGS = ("_path", "_dir", "_file", "_folder")
 
 

@@ -245,7 +245,10 @@ def test_a_rank_that_is_too_slow_even_with_one_sample_is_told_once(tmp_path: Pat
             "--global-batch-size is 96 tokens, but for 2 ranks with samples of up to 6 tokens and --max-tokens 50 it "
             "must be 12 to 88",
         ),
-        ((*BALANCED, "--shares-from", "/nowhere"), "--shares-from /nowhere: /nowhere/events/0.ndjson cannot be read"),
+        (
+            (*BALANCED, "--shares-from", "/nowhere"),
+            "--shares-from: /nowhere is no run directory: /nowhere/events/0.ndjson cannot be read",
+        ),
     ],
 )
 def test_what_cannot_be_balanced_is_refused_in_one_line(tmp_path: Path, flags: tuple[Any, ...], message: str) -> None:

@@ -5,11 +5,13 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from documents import blocks
+from rank_group import Gang
 from torch import nn
 
 from trainer.contract.record import AnyEvent, Checksum, Failure, RankState, RunDir, ShareChange, Step, decode_events
@@ -200,3 +202,25 @@ def test_without_a_run_directory_shares_are_equal_and_too_small_a_batch_is_refus
         assert watched.shares(5) == (5,)
         with pytest.raises(ValueError, match="a global batch of 0 samples is too small for 1 ranks"):
             watched.shares(0)
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Gang]:
+    gang = Gang(2)
+    yield gang
+    gang.close()
+
+
+def told_shares(rank: int, world_size: int, more: int) -> str:
+    model = nn.Linear(2, 2)
+    with watch(model, torch.optim.SGD(model.parameters(), lr=0.1), environ={}) as watched:
+        try:
+            return str(watched.shares(9 + more * rank))
+        except ValueError as refused:
+            return str(refused)
+
+
+def test_ranks_that_ask_for_shares_of_different_global_batches_are_refused(two_ranks: Gang) -> None:
+    assert two_ranks.run(told_shares, 0) == ["(5, 4)"] * 2
+    line = "the ranks give different global batches to shares(): 9, 12 samples"
+    assert two_ranks.run(told_shares, 3) == [line] * 2

@@ -13,6 +13,7 @@ from commands import Command, command
 from recipe_texts import recipe
 
 from gputrain_tui.hosts.environment_facts import installed_torch
+from trainer.contract.record import RunDir, ShareChange, encode_event
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +83,33 @@ def test_a_file_that_the_run_would_start_from_is_looked_for(
     found = msgspec.json.decode(check("one.toml", "--json").stdout)
     assert [(result["key"], result["what"]) for result in found["results"] if result["status"] == "error"] == [
         (f"train.{key}", what)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shares", "what"),
+    [
+        (None, "old is no run directory: old/events/0.ndjson cannot be read: No such file or directory"),
+        ([], "old has no balanced shares in its record"),
+        ([3, 5], "the shares of old are 3, 5 samples of 2 ranks, but this run divides 4 among 2"),
+        ([1, 1, 2], "the shares of old are 1, 1, 2 samples of 3 ranks, but this run divides 4 among 2"),
+        ([1, 3], None),
+    ],
+)
+def test_the_run_whose_shares_are_repeated_is_read_before_the_start(
+    folder: Path, check: Command, shares: list[int] | None, what: str | None
+) -> None:
+    if shares is not None:
+        change = encode_event(ShareChange(time=1.0, step=1, previous=[], shares=shares, cause="start"))
+        (folder / "old" / "events").mkdir(parents=True)
+        RunDir("old").rank_events(0).write_bytes(change if shares else b"")
+    train = 'task = "lm"\nmax_updates = 1\nbatch_size = "balanced"\nglobal_batch_size = 4\nshares_from = "old"'
+    (folder / "one.toml").write_text(recipe("cpu_ranks = 2", train=train, task='data = "stdlib"').origin.text)
+    ended = check("one.toml", "--json")
+    assert ended.returncode == (0 if what is None else 3)
+    found = [each for each in msgspec.json.decode(ended.stdout)["results"] if each["key"] == "train.shares_from"]
+    assert [(each["status"], each["what"]) for each in found] == [
+        ("ok", "those of old are repeated") if what is None else ("error", what)
     ]
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shlex
 import subprocess
@@ -82,7 +83,10 @@ def test_the_plan_of_balanced_shares_says_with_which_it_begins(plan: Command) ->
     assert line in plan("recipes/mixed_gpus.toml", *nodes).stdout.splitlines()
     recorded = plan("recipes/mixed_gpus.toml", *nodes, "--set", "train.shares_from=/runs/a")
     assert "shares of 96 samples as in the run of /runs/a" in recorded.stdout.splitlines()
+    told = json.loads(plan("recipes/mixed_gpus.toml", *nodes, "--json").stdout)
+    assert told["shares"] == {"cause": "start", "shares": [32, 32, 32]}
     equal = ("--set", "train.batch_size=32", "--set", "train.global_batch_size=0")
+    assert "shares" not in json.loads(plan("recipes/mixed_gpus.toml", *nodes, *equal, "--json").stdout)
     lines = plan("recipes/mixed_gpus.toml", *nodes, *equal).stdout.splitlines()
     assert not any(line.startswith("shares") for line in lines)
     few = plan("recipes/mixed_gpus.toml", *nodes, "--set", "train.global_batch_size=2")
@@ -106,6 +110,8 @@ def test_the_plan_has_the_shares_that_earlier_runs_on_such_gpus_measured(tmp_pat
         given.learn(["NVIDIA H100", "NVIDIA T4"], [ComputeTime(0.0, 1.0), ComputeTime(0.0, 3.0)])
     after = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
     assert "shares 48, 16 of 64 samples at the start, by earlier runs on such devices" in after.stdout
+    told = subprocess.run([*command, "--json"], env=environ, capture_output=True, text=True, timeout=LIMIT_S)
+    assert json.loads(told.stdout)["shares"] == {"cause": "learned", "shares": [48, 16]}
 
 
 def test_commands_for_several_machines_have_one_fixed_port_and_a_note_says_so(plan: Command) -> None:

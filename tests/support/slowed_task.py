@@ -7,7 +7,7 @@ busy machine show the same; with ``work`` it is CPU time of the rank's own threa
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -31,6 +31,8 @@ class SlowedOptions(msgspec.Struct, kw_only=True):
     slow_to: int = 0
     """Batches from which on, and up to which, rank 0 takes three times as long."""
     work: bool = False
+    in_both: bool = False
+    """Whether half of the time is spent in the backward pass, as a slower device would."""
     memory: str = ""
     """Most samples that the memory of each rank holds in a training batch; empty: any."""
     memory_from: int = 0
@@ -63,7 +65,9 @@ class SlowedTask(Task):
     def model(self) -> nn.Module:
         layers: list[nn.Module] = [nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)]
         if self.options.in_backward:
-            layers.insert(2, _ShortOfMemory(self))
+            layers.insert(2, _AtBackward(self.require_memory))
+        if self.options.in_both:
+            layers.append(_AtBackward(self._take_time))
         if self.options.buffers:
             layers.insert(1, nn.BatchNorm1d(8))
         return nn.Sequential(*layers).double()
@@ -73,6 +77,7 @@ class SlowedTask(Task):
         if model.training:
             if not self.options.in_backward:
                 self.require_memory(len(inputs))
+            self.batches += 1
             self._take_time(len(inputs))
         return (model(inputs)[:, 0] - targets).square().sum(), len(inputs), {}
 
@@ -86,12 +91,12 @@ class SlowedTask(Task):
             raise torch.OutOfMemoryError(f"no memory for {samples} samples")
 
     def _take_time(self, samples: int) -> None:
+        """Spend the time of a batch, or half of it."""
         options = self.options
-        self.batches += 1
         ms = options.fixed_ms + float(options.sample_ms.split(",")[get_rank()]) * samples
         if get_rank() == 0 and options.slow_from <= self.batches < options.slow_to:
             ms *= 3
-        ms *= 1 + options.noise * float(torch.randn(()))
+        ms *= (1 + options.noise * float(torch.randn(()))) / (2 if options.in_both else 1)
         if not options.work:
             time.sleep(max(ms, 0.0) / 1e3)
             return
@@ -100,12 +105,14 @@ class SlowedTask(Task):
             pass
 
 
-class _ShortOfMemory(nn.Module):
-    def __init__(self, task: SlowedTask) -> None:
+class _AtBackward(nn.Module):
+    """Calls a function with the number of samples in the backward pass."""
+
+    def __init__(self, call: Callable[[int], None]) -> None:
         super().__init__()
-        self._task = task
+        self._call = call
 
     def forward(self, hidden: Tensor) -> Tensor:
         if hidden.requires_grad:
-            hidden.register_hook(lambda gradient: self._task.require_memory(len(gradient)))
+            hidden.register_hook(lambda gradient: self._call(len(gradient)))
         return hidden * 1.0

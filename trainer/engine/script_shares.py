@@ -36,17 +36,22 @@ class ScriptShares:
         """Return the shares of all ranks; a collective.
 
         Raises:
-            ValueError: there are fewer samples than ranks.
+            ValueError: there are fewer samples than ranks, or the ranks give different numbers; on all of them.
         """
+        # [ranks, 2]: milliseconds per sample, and the global batch
+        told = torch.zeros(self._ranks, 2, dtype=torch.float64, device=self._tracker.device)
+        told[self._rank, 0], told[self._rank, 1] = self._measured_ms(), global_batch_size
+        if self._together:
+            dist.all_reduce(told)
+        measured, totals = told.T.tolist()
+        if len(set(totals)) > 1:
+            given = ", ".join(f"{total:.0f}" for total in totals[:8]) + (", …" if len(totals) > 8 else "")
+            raise ValueError(f"the ranks give different global batches to shares(): {given} samples")
         if global_batch_size < self._ranks:
             raise ValueError(f"a global batch of {global_batch_size} samples is too small for {self._ranks} ranks")
-        measured = torch.zeros(self._ranks, dtype=torch.float64, device=self._tracker.device)  # [ranks], ms per sample
-        measured[self._rank] = self._measured_ms()
-        if self._together:
-            dist.all_reduce(measured)
         if sum(self._shares) != global_batch_size:
             self._take(equal_shares(global_batch_size, self._ranks), "start")
-        times = [ComputeTime(0.0, ms) for ms in measured.tolist()]
+        times = [ComputeTime(0.0, ms) for ms in measured]
         if all(each.per_sample_ms > 0.0 for each in times):
             self._per_sample_ms.clear()
             self._judge(times, global_batch_size)

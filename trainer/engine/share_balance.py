@@ -6,7 +6,6 @@ saving, so that every rank decides alike, from the same numbers.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from itertools import repeat
@@ -29,8 +28,8 @@ from trainer.contract.balanced_shares import (
 from trainer.contract.errors import RequestError
 from trainer.contract.learned_speeds import LearnedSpeeds
 from trainer.contract.options import Training
-from trainer.contract.record import RunDir, ShareChange, Step, decode_events
-from trainer.contract.record.regular_file import open_regular
+from trainer.contract.record import ShareChange, Step
+from trainer.contract.recorded_shares import recorded_shares
 from trainer.contract.schema import describe
 from trainer.data.batches import EpochBatches, Update
 from trainer.data.loader import MicroBatch
@@ -268,30 +267,13 @@ class ShareBalance:
         )
 
     def _read(self, folder: str) -> dict[int, list[int]]:
-        """Return the changes of shares in a run's record by step; every rank gets those that rank 0 reads."""
+        """Return a run's recorded shares by step; every rank gets those that rank 0 reads."""
 
         def read() -> dict[int, list[int]]:
-            path = RunDir(folder).rank_events(0)
             try:
-                # By lines: most are steps, perhaps a great many.
-                with os.fdopen(open_regular(path), "rb") as file:
-                    events = decode_events(b"".join(line for line in file if b'"type":"shares"' in line))
-            except OSError as error:
-                raise RequestError(f"--shares-from {folder}: {path} cannot be read: {error.strerror}") from None
-            changes = [event for event in events if isinstance(event, ShareChange)]
-            if not changes:
-                raise RequestError(f"--shares-from {folder}: this run has no balanced shares in its record")
-            found: dict[int, list[int]] = {}
-            for change in changes:
-                if len(change.shares) != self._ctx.world_size or sum(change.shares) != self._total:
-                    raise RequestError(
-                        f"--shares-from {folder}: its shares are {_listed(change.shares)} samples of "
-                        f"{len(change.shares)} ranks, but this run divides {self._total} among {self._ctx.world_size}"
-                    )
-                if change.cause in ("start", "resumed"):  # steps after it were made again
-                    found = {step: each for step, each in found.items() if step < change.step}
-                found[change.step] = change.shares
-            return found
+                return recorded_shares(folder, ranks=self._ctx.world_size, global_batch_size=self._total)
+            except RequestError as refused:
+                raise RequestError(f"--shares-from: {refused}") from None
 
         return distributed.from_master(read)  # type: ignore[no-any-return]
 
