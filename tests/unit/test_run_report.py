@@ -16,12 +16,27 @@ from synthetic import BEGIN, write
 from gputrain_tui import cli
 from gputrain_tui.headless.progress import paint
 from gputrain_tui.headless.report_text import report_lines
+from gputrain_tui.history.hardware_series import HardwareSeries
+from gputrain_tui.history.metric_curves import MetricCurves
 from gputrain_tui.history.run_folders import Run
+from gputrain_tui.history.series import Series
 from gputrain_tui.report.load_report import previous_run, read_run_record, recipe_changes, run_facts
+from gputrain_tui.report.run_charts import run_charts
 from gputrain_tui.report.run_report import RunReport, past_findings, run_report, verdict
+from gputrain_tui.report.step_blocks import StepBlocks
 from gputrain_tui.state import RunState
 from gputrain_tui.state.run_state import KEPT
-from trainer.contract.record import AnyEvent, Failure, Finding, RankState, Step, Validation, World
+from trainer.contract.record import (
+    AnyEvent,
+    Failure,
+    Finding,
+    GpuSample,
+    NodeSample,
+    RankState,
+    Step,
+    Validation,
+    World,
+)
 
 
 def step(number: int, rank: int = 0, **parts: float) -> Step:
@@ -155,6 +170,22 @@ def test_1024_ranks_are_a_page(tmp_path: Path) -> None:
     assert len(data["ranks"]) == 1024
     assert len(lines) < 80
     assert "… and 992 ranks that were less late" in "\n".join(lines)
+
+
+def test_the_hardware_of_1024_gpus_leaves_room_on_a_page_of_2_mb() -> None:
+    hardware = HardwareSeries()
+    for node in range(128):
+        gpus = [
+            GpuSample(index=gpu, uuid=f"GPU-{gpu}", utilization_percent=97.123, memory_used_bytes=77 << 29,
+                      memory_total_bytes=80 << 30, temperature_celsius=61.377, power_watts=612.34)
+            for gpu in range(8)
+        ]  # fmt: skip
+        for second in range(0, 400, 10):
+            hardware.apply(NodeSample(time=BEGIN + second, node=node, host=f"node{node:03}", gpus=gpus))
+    charts = run_charts(Series(1024), hardware, StepBlocks(), MetricCurves())
+    assert len(charts.hardware) == 4 * 1024
+    assert all(any(value is not None for value in line.values) for line in charts.hardware)
+    assert len(msgspec.json.encode(charts)) < 1 << 20
 
 
 def test_shares_of_the_parts_add_up_and_hardware_and_versions_are_told(tmp_path: Path) -> None:
