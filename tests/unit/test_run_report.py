@@ -26,6 +26,7 @@ from gputrain_tui.report.run_report import RunReport, past_findings, run_report,
 from gputrain_tui.report.step_blocks import StepBlocks
 from gputrain_tui.state import RunState
 from gputrain_tui.state.run_state import KEPT
+from gputrain_tui.tables import duration
 from trainer.contract.record import (
     AnyEvent,
     Failure,
@@ -126,6 +127,38 @@ def test_a_finding_of_a_rank_that_the_run_no_longer_has_does_not_stand() -> None
     over, stands = past_findings(state.past_findings, state.findings)
     assert (over.kind, over.cleared) == ("straggler", BEGIN + 8)
     assert (stands.kind, stands.cleared) == ("imbalance", None)
+
+
+DAMAGE: dict[str, tuple[bytes, str | None]] = {
+    "cut off": (b'{"type":"step","rank":1,"step":61,"lo', "1 line of it cannot be read: damaged, or cut off"),
+    "zeros": (bytes(4096), "1 line of it cannot be read: damaged, or cut off"),
+    "binary": (b"\xff\xfe\x00\n\x80{}\n", "2 lines of it cannot be read: damaged, or cut off"),
+    "of a newer version": (b'{"type":"hologram","rank":1}\n\n', None),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_record_says_so(name: str, tmp_path: Path) -> None:
+    appended, gap = DAMAGE[name]
+    run = synthetic.run(tmp_path, steps=60, status="finished")
+    with run.dir.rank_events(1).open("ab") as file:
+        file.write(appended)
+    data, lines = told(run)
+    assert data["record_gap"] == gap
+    assert ("record     " + (gap or "") in lines) == (gap is not None)
+    assert data["step"] == 60
+
+
+@pytest.mark.parametrize("status", ["finished", "running"])
+def test_without_events_state_and_duration_are_those_of_the_status(status: str, tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path, steps=60, status=status)
+    for path in run.dir.events.iterdir():
+        path.write_bytes(b"")
+    data, lines = told(run)
+    assert data["state"] == status
+    took = f" in {duration(data['duration_s'])}" if data["duration_s"] is not None else ""
+    assert lines[0].startswith(f"{run.id}  {status}{took}")
+    assert lines[1] == data["verdict"]["text"] == "no step was recorded"
 
 
 def told(run: Run, width: int = 100) -> tuple[dict[str, Any], list[str]]:
