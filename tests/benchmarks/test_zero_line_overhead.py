@@ -129,7 +129,7 @@ def test_measuring_an_unchanged_script_keeps_its_share_of_the_speed(
 
 
 def test_five_metrics_of_each_step_cost_at_most_a_hundredth(tmp_path: Path) -> None:
-    """By CPU time of the call and of the writer, which other processes on these cores do not change as they do a step."""
+    """By CPU time of the call and of the writer, which other processes change less than the time of a step."""
     measured, run_dir = measured_script(tmp_path)
     batch, steps = batch_for(20.0, measured), round(1e3 * BLOCK_S / 20.0)
     steps_s, calls_s, writing_s = [], [], []
