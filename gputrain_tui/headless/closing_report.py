@@ -167,11 +167,15 @@ def attempt_lines(state: RunState) -> list[list[Piece]]:
     return more + [[(finding.message, "dim")] for finding in ended[-MAX_ATTEMPTS:]]
 
 
-def status_line(state: RunState) -> list[Piece]:
-    """Return the last line of the report: status, duration, steps and samples, where they are counted."""
-    took = f" in {duration(elapsed)}" if (elapsed := state.elapsed_s) is not None else ""
+def status_line(state: RunState, *, status: str | None = None, elapsed_s: float | None = None) -> list[Piece]:
+    """Return the last line of the report: status, duration, steps and samples, where they are counted.
+
+    ``status`` and ``elapsed_s`` are those of the run's status file; by default those that its events tell.
+    """
+    elapsed_s = state.elapsed_s if elapsed_s is None else elapsed_s
+    took = f" in {duration(elapsed_s)}" if elapsed_s is not None else ""
     samples = sum(view.totals.samples for view in (*state.ranks.values(), *state.former.values()))
-    status = state.status
+    status = status or state.status
     style = "alarm" if status == "failed" else "bold"
     steps = f", {state.step} step{'s' * (state.step != 1)}" + f", {samples:,} samples" * bool(samples)
     if state.record_gap and state.counts_all_steps:

@@ -20,7 +20,9 @@ NAMES = {"data": "data and copies", "sync": "exposed synchronisation", "other": 
 
 def report_lines(report: RunReport, state: RunState, width: int) -> list[list[Piece]]:
     """Return the report in lines of about ``width`` cells; messages are never cut, but wrapped."""
-    lines: list[list[Piece]] = [[(report.id, "bold"), ("  ", ""), *status_line(state)]]
+    lines: list[list[Piece]] = [
+        [(report.id, "bold"), ("  ", ""), *status_line(state, status=report.state, elapsed_s=report.duration_s)]
+    ]
     lines += _wrapped(report.verdict.text, "alarm" if report.verdict.is_problem else "bold", width)
     if report.verdict.advice:
         lines += _wrapped(f"→ {report.verdict.advice}", "accent", width)

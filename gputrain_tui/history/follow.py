@@ -72,6 +72,11 @@ class AppendedFile:
             head = self.chunk(min(last_bytes, 65_536))
             self.offset = start + head.find(b"\n") + 1
 
+    @property
+    def has_torn_end(self) -> bool:
+        """Whether what was read ends within a line."""
+        return bool(self._rest)
+
     def remainder(self) -> bytes:
         """Return the torn last line: for a file that is no longer written."""
         rest, self._rest = self._rest, b""
@@ -167,6 +172,11 @@ class Follower:
             rest = file.remainder()
             if rest:
                 yield name, rest
+
+    @property
+    def has_torn_end(self) -> bool:
+        """Whether a file, as far as it was read, ends within a line."""
+        return any(file.has_torn_end for file in self._files.values())
 
     def close(self) -> None:
         for file in self._files.values():

@@ -9,6 +9,7 @@ from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.status_file import read_status
 from trainer.contract.errors import RecordError
 from trainer.contract.record import MAX_RANKS, AnyEvent, RunDir, World, decode_events
+from trainer.contract.record.json_lines import damaged_lines
 
 WORLD = b'{"type":"world"'
 """Begin of the line of every ``world`` event."""
@@ -19,6 +20,8 @@ class KnownRanks:
 
     def __init__(self, run: RunDir) -> None:
         """Begin with the ranks of plan and status; with all if the plan cannot be read."""
+        self.damaged_lines = 0
+        """Lines decoded so far that are no JSON, and so no events."""
         try:
             self.count = read_plan(run).world_size
         except RecordError:
@@ -37,4 +40,7 @@ class KnownRanks:
         if WORLD in lines:
             grown = [event.world_size for event in decode_events(lines) if isinstance(event, World)]
             self.count = max(self.count, *grown, 0)
-        return decode_events(lines, self.count)
+        events = decode_events(lines, self.count)
+        if len(events) < lines.count(b"\n"):
+            self.damaged_lines += damaged_lines(lines)
+        return events

@@ -70,5 +70,15 @@ class RunReader:
     def backlog_bytes(self) -> int:
         return self._follower.backlog_bytes
 
+    @property
+    def damaged_lines(self) -> int:
+        """Lines read so far that are no JSON; those of an older part, of which a digest was read, are not known."""
+        return self._known.damaged_lines
+
+    @property
+    def has_torn_end(self) -> bool:
+        """Whether a file ends within a line, as one does that is being written."""
+        return self._follower.has_torn_end
+
     def close(self) -> None:
         self._follower.close()

@@ -131,6 +131,13 @@ class LiveRun:
         return self._status.message
 
     @property
+    def record_gap(self) -> str:
+        """Why the record is not whole, as its events tell and its lines show; empty where it is."""
+        count = self._source.damaged_lines + (self.over and self._source.has_torn_end)
+        damage = f"{count:,} line{'s' * (count != 1)} of it cannot be read: damaged, or cut off" if count else ""
+        return "; ".join(filter(None, (self.state.record_gap, damage)))
+
+    @property
     def reading(self) -> float | None:
         """Share of the record read so far, 0 to 1; None once all of it was read."""
         if self.caught_up or not self._total_bytes:

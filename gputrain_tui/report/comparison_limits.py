@@ -128,7 +128,8 @@ def _checked(condition: Condition, figures: Sequence[FigureComparison], index: i
     difference = None if found is None else found.differences[index]
     if found is None or difference is None or difference.change is None:
         missing = before.report.id if difference is None or difference.before is None else run.id
-        text = f"{name} is not known of {missing}{nearest(name, [each.name for each in figures])}"
+        hint = "" if found is not None else nearest(name, [each.name for each in figures])
+        text = f"{name} is not known of {missing}{hint}"
         return Limit(condition=condition.text, run=run.id, exceeded=None, text=text)
     if difference.interval is None and found.name in WITH_INTERVAL:
         text = f"{name}: too few steps for an interval ({MIN_VALUES} blocks after the warm-up are needed)"

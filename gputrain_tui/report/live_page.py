@@ -58,8 +58,8 @@ class LivePage:
             return self.version > version
 
     def update(self) -> None:
-        """Read what has been recorded since."""
-        self._live.poll()
+        """Read what has been recorded since, all of it as far as reading keeps up: else a page would lag ever more."""
+        self._live.poll(budget_s=INTERVAL_S)
         if self._live.version != self._shown:
             self._build()
 

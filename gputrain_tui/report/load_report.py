@@ -83,6 +83,7 @@ def run_facts(live: LiveRun, *, known: RunFacts | None = None) -> RunFacts:
         duration_s=live.elapsed_s,
         previous_run=previous_id,
         changes=changes,
+        record_gap=live.record_gap or None,
     )
 
 

@@ -70,6 +70,8 @@ class PageServer(ThreadingHTTPServer):
         self.named = dict(named or {})
         self._free = threading.Semaphore(MAX_CONNECTIONS)
         self.pages = LivePages()
+        if not host:  # the socket would take it for all addresses of this machine
+            raise RequestError("--host is empty; name an address of this machine, or 0.0.0.0 for all")
         try:
             super().__init__((host, port), PageRequest)
         except OSError as error:
@@ -77,7 +79,7 @@ class PageServer(ThreadingHTTPServer):
                 free = next((other for other in range(port + 1, 1 << 16) if is_port_free(other)), 0)
                 raise RequestError(f"--port {port} is in use; {free or 'none above it'} is free") from None
             raise RequestError(f"--host {quoted(host)}: {error.strerror or error}") from None
-        except UnicodeError:
+        except (UnicodeError, TypeError):  # of encoding a name that is none
             raise RequestError(f"--host {quoted(host)} is no name or address of a host") from None
         except OverflowError:
             raise RequestError(f"--port is {port}; it is 0 to 65535") from None

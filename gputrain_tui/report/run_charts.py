@@ -22,6 +22,8 @@ MAX_RANKS = 16
 """Ranks that have lines of their own: of more, the lateness map shows all."""
 MAX_CELLS = 60_000
 """Cells of the lateness map: 1,024 ranks have 58 columns."""
+HARDWARE_COLUMNS, MAX_HARDWARE_VALUES = 240, 60_000
+"""Columns of a hardware line, and values of all of them: the 3,328 lines of 1,024 GPUs on 128 hosts have 18 columns."""
 MAX_METRICS, METRIC_COLUMNS = 64, 240
 """The user's own metrics that have a curve, and its columns: together a few hundred kilobytes."""
 Values = tuple[float | None, ...]
@@ -98,15 +100,17 @@ def run_charts(
     """Return the charts of a run; none of a run without a step but the hardware's."""
     first, last = series.span()
     columns = max(1, min(columns, last - first + 1)) if last else 0
+    sampled = list(hardware.series())
+    hardware_columns = max(1, min(columns or COLUMNS, HARDWARE_COLUMNS, MAX_HARDWARE_VALUES // max(len(sampled), 1)))
     lines = [
         HardwareLine(
             host=hardware.hosts[key.node],
             gpu=None if key.gpu < 0 else key.gpu,
             quantity=key.quantity,
             limit=each.limit,
-            values=_rounded(each.columns(hardware.begin, hardware.end, min(columns or COLUMNS, 240))),
+            values=_rounded(each.columns(hardware.begin, hardware.end, hardware_columns)),
         )
-        for key, each in hardware.series()
+        for key, each in sampled
     ]
     charts = RunCharts(
         first_step=first,

@@ -180,6 +180,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float | None = None
     previous_run: str | None = None
     changes: tuple[RecipeChange, ...] = ()
+    record_gap: str | None = None
 
 
 def run_report(state: RunState, facts: RunFacts) -> RunReport:
@@ -214,7 +215,6 @@ def run_report(state: RunState, facts: RunFacts) -> RunReport:
         earlier_findings=len(state.past_findings) == state.past_findings.maxlen,
         attempts=tuple(each.message for each in state.past_findings if each.kind == RESTARTED),
         hosts=_hosts(state),
-        record_gap=state.record_gap or None,
     )
 
 

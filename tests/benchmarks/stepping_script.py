@@ -1,6 +1,7 @@
 """DDP script that trains on request: each line of its input, "BATCH STEPS METRICS", is one request.
 
-After each step it gives so many metrics to the client of an experiment tracker, the module ``mlflow``.
+After each step it gives so many metrics to the client of an experiment tracker, the module ``mlflow``. An answer is the
+seconds of a step, and the CPU seconds that its metrics and the other threads of Python took.
 
 It does not depend on its launcher. Its ranks read and answer through named pipes in the folder given as argument.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -43,6 +45,13 @@ def stay_on_a_core(rank: int) -> None:
             os.sched_setaffinity(int(thread.name), {core})
 
 
+def other_threads_s() -> float:
+    """Return the CPU seconds that the threads of Python but this one have taken, such as the writer of a record."""
+    others = [thread.native_id for thread in threading.enumerate() if thread is not threading.current_thread()]
+    took = (Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0] for thread in others)
+    return sum(map(int, took)) / 1e9
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -60,15 +69,18 @@ def main() -> None:
             if metrics:
                 import mlflow  # type: ignore[import-not-found]
             dist.barrier()
-            began = time.perf_counter()
+            began, others_s, metrics_s = time.perf_counter(), other_threads_s(), 0.0
             for points in DataLoader(RepeatedBatch(batch, steps), batch_size=None):
                 optimizer.zero_grad()
                 loss = model(points).square().mean()
                 loss.backward()
                 optimizer.step()
                 if metrics:
+                    at = time.thread_time()
                     mlflow.log_metrics({f"metric {number}": loss for number in range(metrics)})
-            print((time.perf_counter() - began) / steps, file=answer, flush=True)
+                    metrics_s += time.thread_time() - at
+            took = (time.perf_counter() - began, metrics_s, other_threads_s() - others_s)
+            print(*(seconds / steps for seconds in took), file=answer, flush=True)
     os._exit(0)
 
 

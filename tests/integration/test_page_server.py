@@ -159,6 +159,16 @@ def test_a_viewer_who_comes_when_nobody_has_looked_for_long_is_followed_anew(
         until(lambda: not len(site.server.pages))
 
 
+def test_a_page_keeps_up_with_a_record_that_grows_by_megabytes(site: Site) -> None:
+    with site.server.pages.viewing(site.run) as page:
+        noise = random.Random(1)
+        lines = [synthetic.step_of(0, step, noise) for step in range(31, 8_031)]
+        synthetic.write(site.run.dir.rank_events(0), *lines)
+        page.update()
+        assert page.report is not None
+        assert page.report.ranks[0].steps == 8_030
+
+
 def test_the_stream_of_a_run_that_is_deleted_ends(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_page, "INTERVAL_S", 0.02)
     with site.stream() as lines:
@@ -266,6 +276,12 @@ def test_a_port_in_use_is_said_with_the_next_free_one(site: Site) -> None:
     assert site.server.port < int(str(refused.value).split()[-3]) < site.server.port + 100
     with pytest.raises(RequestError, match="it is 0 to 65535"):
         PageServer("127.0.0.1", 70_000)
+
+
+@pytest.mark.parametrize("host", ["", "ä" * 70, "a" * 300, "no.such.host.invalid", "203.0.113.1"])
+def test_what_is_no_address_of_this_machine_is_a_line(host: str) -> None:
+    with pytest.raises(RequestError, match="--host"):
+        PageServer(host, 0)
 
 
 def test_the_command_prints_its_address_and_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -320,7 +320,9 @@ def test_the_command_tells_by_its_exit_code(
     assert cli.main(["compare", first, wide]) == 2
     assert "has 2 ranks" in capsys.readouterr().err
     assert cli.main(["compare", first, wide, "--anyway"]) == 0
-    capsys.readouterr()
+    without = synthetic.run(runs, name="e", steps=0, status="finished").id
+    assert cli.main(["compare", first, without, "--anyway", *limit]) == 2
+    assert f"step_ms is not known of {without}\n" in capsys.readouterr().err
     assert cli.main(["compare", first, late, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     validate(data, msgspec.json.schema(RunComparison))

@@ -16,12 +16,28 @@ from synthetic import BEGIN, write
 from gputrain_tui import cli
 from gputrain_tui.headless.progress import paint
 from gputrain_tui.headless.report_text import report_lines
+from gputrain_tui.history.hardware_series import HardwareSeries
+from gputrain_tui.history.metric_curves import MetricCurves
 from gputrain_tui.history.run_folders import Run
+from gputrain_tui.history.series import Series
 from gputrain_tui.report.load_report import previous_run, read_run_record, recipe_changes, run_facts
+from gputrain_tui.report.run_charts import run_charts
 from gputrain_tui.report.run_report import RunReport, past_findings, run_report, verdict
+from gputrain_tui.report.step_blocks import StepBlocks
 from gputrain_tui.state import RunState
 from gputrain_tui.state.run_state import KEPT
-from trainer.contract.record import AnyEvent, Failure, Finding, RankState, Step, Validation, World
+from gputrain_tui.tables import duration
+from trainer.contract.record import (
+    AnyEvent,
+    Failure,
+    Finding,
+    GpuSample,
+    NodeSample,
+    RankState,
+    Step,
+    Validation,
+    World,
+)
 
 
 def step(number: int, rank: int = 0, **parts: float) -> Step:
@@ -113,6 +129,38 @@ def test_a_finding_of_a_rank_that_the_run_no_longer_has_does_not_stand() -> None
     assert (stands.kind, stands.cleared) == ("imbalance", None)
 
 
+DAMAGE: dict[str, tuple[bytes, str | None]] = {
+    "cut off": (b'{"type":"step","rank":1,"step":61,"lo', "1 line of it cannot be read: damaged, or cut off"),
+    "zeros": (bytes(4096), "1 line of it cannot be read: damaged, or cut off"),
+    "binary": (b"\xff\xfe\x00\n\x80{}\n", "2 lines of it cannot be read: damaged, or cut off"),
+    "of a newer version": (b'{"type":"hologram","rank":1}\n\n', None),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_record_says_so(name: str, tmp_path: Path) -> None:
+    appended, gap = DAMAGE[name]
+    run = synthetic.run(tmp_path, steps=60, status="finished")
+    with run.dir.rank_events(1).open("ab") as file:
+        file.write(appended)
+    data, lines = told(run)
+    assert data["record_gap"] == gap
+    assert ("record     " + (gap or "") in lines) == (gap is not None)
+    assert data["step"] == 60
+
+
+@pytest.mark.parametrize("status", ["finished", "running"])
+def test_without_events_state_and_duration_are_those_of_the_status(status: str, tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path, steps=60, status=status)
+    for path in run.dir.events.iterdir():
+        path.write_bytes(b"")
+    data, lines = told(run)
+    assert data["state"] == status
+    took = f" in {duration(data['duration_s'])}" if data["duration_s"] is not None else ""
+    assert lines[0].startswith(f"{run.id}  {status}{took}")
+    assert lines[1] == data["verdict"]["text"] == "no step was recorded"
+
+
 def told(run: Run, width: int = 100) -> tuple[dict[str, Any], list[str]]:
     """Return the report of a run as JSON and as text."""
     live = read_run_record(run)
@@ -155,6 +203,22 @@ def test_1024_ranks_are_a_page(tmp_path: Path) -> None:
     assert len(data["ranks"]) == 1024
     assert len(lines) < 80
     assert "… and 992 ranks that were less late" in "\n".join(lines)
+
+
+def test_the_hardware_of_1024_gpus_leaves_room_on_a_page_of_2_mb() -> None:
+    hardware = HardwareSeries()
+    for node in range(128):
+        gpus = [
+            GpuSample(index=gpu, uuid=f"GPU-{gpu}", utilization_percent=97.123, memory_used_bytes=77 << 29,
+                      memory_total_bytes=80 << 30, temperature_celsius=61.377, power_watts=612.34)
+            for gpu in range(8)
+        ]  # fmt: skip
+        for second in range(0, 400, 10):
+            hardware.apply(NodeSample(time=BEGIN + second, node=node, host=f"node{node:03}", gpus=gpus))
+    charts = run_charts(Series(1024), hardware, StepBlocks(), MetricCurves())
+    assert len(charts.hardware) == 4 * 1024
+    assert all(any(value is not None for value in line.values) for line in charts.hardware)
+    assert len(msgspec.json.encode(charts)) < 1 << 20
 
 
 def test_shares_of_the_parts_add_up_and_hardware_and_versions_are_told(tmp_path: Path) -> None:

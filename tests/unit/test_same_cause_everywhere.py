@@ -132,3 +132,31 @@ def test_all_faces_name_the_same_rank_and_cause(scene: str, tmp_path: Path) -> N
     (limit,) = check_limits(compare(both), both, [parse_condition(f"finding:{kind}")]).limits
     assert (limit.exceeded, limit.text) == (True, words), "compare"
     live.close()
+
+
+ALL_RANKS = {
+    "forward": ("compute", "compute-bound: forward and backward take "),
+    "backward": ("compute", "compute-bound: forward and backward take "),
+    "optimizer": ("optimizer", "optimizer-bound: the optimizer takes "),
+}
+
+
+@pytest.mark.parametrize("part", ALL_RANKS)
+def test_what_slows_all_ranks_alike_is_the_verdict_and_nobodys_finding(part: str, tmp_path: Path) -> None:
+    kind, words = ALL_RANKS[part]
+    run = recorded(tmp_path / "runs", steps(lambda _step, _rank: {part: 60.0}), wire_ms=3.0)
+    blocks = StepBlocks()
+    live = read_run_record(run, on_step=blocks.apply)
+    report = run_report(live.state, run_facts(live))
+    assert (report.verdict.kind, report.verdict.rank, report.verdict.is_problem) == (kind, None, False)
+    assert report.verdict.text.startswith(words)
+    assert max(report.parts, key=lambda each: each.ms).name == part
+    lines = ["".join(text for text, _ in line) for line in report_lines(report, live.state, 200)]
+    assert report.verdict.text in lines, "the report's text"
+    page = report_page(report, run_charts(live.series, live.hardware, blocks, live.metrics))
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    assert data["report"]["verdict"]["text"] == report.verdict.text, "the page"
+    assert finding_entries(live.state) == [], "the console's panel"
+    assert summarize(run, now=0.0)["findings"] == [], "runs --json"
+    assert "with" not in "".join(text for text, _ in status_line(live.state)), "the closing line"
+    live.close()

@@ -47,6 +47,7 @@ AnyEvent = (
 _encode = msgspec.json.Encoder()
 # Created on import: msgspec crashes if several threads decode a type for the first time.
 _decode = msgspec.json.Decoder(AnyEvent)
+_decode_any = msgspec.json.Decoder()
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Errors of decoding damaged JSON; ``RecursionError`` for too deep a nesting."""
 
@@ -91,6 +92,18 @@ def decode_lines(decoder: msgspec.json.Decoder[T], lines: bytes) -> list[T]:
             with suppress(*DECODE_ERRORS):
                 decoded.append(decoder.decode(line))
         return decoded
+
+
+def damaged_lines(lines: bytes) -> int:
+    """Return how many lines are no JSON; one of an unknown type, as a newer version writes, is none of them."""
+    damaged = 0
+    for line in lines.split(b"\n"):
+        try:
+            if line.strip():
+                _decode_any.decode(line)
+        except DECODE_ERRORS:
+            damaged += 1
+    return damaged
 
 
 def is_within_world(event: AnyEvent, world_size: int) -> bool:
