@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_log import newest
 from trained import ENVIRON, TrainingResult, train
 from waiting import LIMIT_S, until
 
@@ -196,6 +197,20 @@ def test_a_rank_that_runs_out_of_memory_in_a_step_gets_less_and_nothing_is_lost(
     assert [event["loss"] for event in done.events_of("validation")] == pytest.approx(
         [event["loss"] for event in equal.events_of("validation")], rel=1e-9
     )
+
+
+@pytest.mark.parametrize(("threads", "bounds"), [(1, [0, 8]), (2, [0, 0])], ids=["the same", "another"])
+def test_a_bound_by_memory_is_kept_for_the_device_that_has_it(tmp_path: Path, threads: int, bounds: list[int]) -> None:
+    balanced = ("--batch-size", "balanced", "--global-batch-size", N, "--sample-ms", "0.2,0.2", "--max-epochs", 2)
+    first = train(tmp_path, *FLAGS, *balanced, "--memory", "99,9", "--max-updates", 20, ranks=2)
+    own = ("--threads=1", f"--threads={threads}")  # the model of a CPU is that of its threads
+    more = ("--resume", tmp_path / "checkpoints", "--max-updates", 22)
+    resumed = train(tmp_path / "on", *FLAGS, *balanced, *more, ranks=2, own=own)
+    assert (first.code, resumed.code) == (0, 0), first.output + resumed.output
+    saved = newest(tmp_path / "on" / "checkpoints")
+    assert saved is not None
+    assert saved[1]["shares"]["shares"] == [16, 8]
+    assert saved[1]["shares"]["bounds"] == bounds
 
 
 def test_ranks_whose_memory_together_holds_less_than_the_batch_compute_it_in_parts(

@@ -76,10 +76,11 @@ class DataDigests(msgspec.Struct):
 
 
 class SavedShares(msgspec.Struct, frozen=True):
-    """Balanced shares of the ranks, and most samples that the memory of each holds, 0 if not known."""
+    """Balanced shares of the ranks, most samples that the memory of each holds, 0 if not known, and their devices."""
 
     shares: list[Annotated[int, Meta(ge=1, le=2**53)]] = []
     bounds: list[Count] = []
+    models: list[str] = []
 
 
 class CheckpointEntries(msgspec.Struct):

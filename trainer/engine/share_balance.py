@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from itertools import repeat
+from itertools import repeat, zip_longest
 from statistics import median
 from typing import Any
 
@@ -109,12 +109,16 @@ class ShareBalance:
                 self._train.set_batch_sizes(self._recorded.get(step, self._shares))
             else:
                 self._begin_with_learned()
+            self._own_bound = self._bounds[self._ctx.rank]
             self._begin(step)
             self._write(ShareChange(time=time.time(), step=step, previous=[], shares=self._shares, cause=self._cause))
 
     def _begin_with_learned(self) -> None:
         """Take the shares that fit the speeds of the ranks' devices in earlier runs, which rank 0 knows."""
-        self._models = distributed.all_gather_list(device_model(self._ctx.device))
+        before, self._models = self._models, distributed.all_gather_list(device_model(self._ctx.device))
+        if before and before != self._models:  # another device may hold more
+            same = [one == other for one, other in zip_longest(before, self._models)]
+            self._bounds = [bound if as_before else 0 for bound, as_before in zip(self._bounds, same, strict=False)]
         learned = distributed.from_master(lambda: self._learned.shares(self._models, self._total, least=self._least))
         if self._cause == "start" and learned is not None and max(learned) <= (self._limit or self._total):
             self._train.set_batch_sizes(learned)
@@ -284,8 +288,10 @@ class ShareBalance:
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the shares of all ranks and their bounds by memory; empty if they are not balanced."""
-        return {"shares": self._shares, "bounds": list(self._bounds)} if self.enabled else {}
+        """Return the shares of all ranks, their bounds by memory and their devices; empty if they are not balanced."""
+        if not self.enabled:
+            return {}
+        return {"shares": self._shares, "bounds": list(self._bounds), "models": list(self._models)}
 
     def load_state_dict(self, saved: SavedShares) -> None:
         """Continue with the shares of a checkpoint, if it has as many ranks and the same global batch."""
@@ -294,7 +300,7 @@ class ShareBalance:
             return
         self._train.set_batch_sizes(saved.shares)
         self._bounds = saved.bounds if len(saved.bounds) == ranks else [0] * ranks
-        self._own_bound = self._bounds[self._ctx.rank]
+        self._models = saved.models
         self._cause = "resumed"
 
 
