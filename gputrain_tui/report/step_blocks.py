@@ -50,7 +50,8 @@ class StepBlocks:
                 share = (end - begin) / event.steps
                 part = Totals._make(value * share for value in whole)
                 if event.losses is not None and len(event.losses) == event.steps:
-                    part = _with_losses(part, event.losses[begin:end])
+                    of_steps = event.samples_each[begin:end] if event.samples_each is not None else None
+                    part = _with_losses(part, event.losses[begin:end], of_steps)
                 sums = self._blocks.setdefault(number, {})
                 sums[event.rank] = _added(sums[event.rank], part) if event.rank in sums else part
         while len(self._blocks) >= 2 * MIN_BLOCKS:
@@ -110,12 +111,19 @@ class StepBlocks:
         return [list(self._blocks[number].values()) for number in near]
 
 
-def _with_losses(part: Totals, losses: Sequence[float | None]) -> Totals:
-    """Return the sums of some steps of an event with the losses of these steps, in place of their share of its mean."""
-    known = [loss for loss in losses if loss is not None]
-    samples = part.samples * len(known) / len(losses) if part.loss_samples else 0
-    mean = sum(known) / len(known) if known else 0.0
-    return part._replace(loss=sum(known), loss_steps=len(known), sample_loss=mean * samples, loss_samples=samples)  # type: ignore[arg-type]
+def _with_losses(part: Totals, losses: Sequence[float | None], samples: Sequence[int] | None) -> Totals:
+    """Return the sums of some steps of an event with the losses of these steps, in place of their share of its mean.
+
+    ``samples``: of these steps, where they differ.
+    """
+    each = samples if samples is not None else [part.samples / len(losses) if part.loss_samples else 0.0] * len(losses)
+    known = [(loss, count) for loss, count in zip(losses, each, strict=True) if loss is not None]
+    return part._replace(
+        loss=sum(loss for loss, _ in known),
+        loss_steps=len(known),
+        sample_loss=sum(loss * count for loss, count in known),
+        loss_samples=sum(count for _, count in known),  # type: ignore[arg-type]
+    )
 
 
 def _added(one: Totals, other: Totals) -> Totals:

@@ -24,7 +24,14 @@ def loss_at(events: Iterable[Step], step: int) -> float | None:
 def samples_at(events: Iterable[Step], step: int) -> float | None:
     """Return a rank's samples at a step, from its events; None where they are not known."""
     event = next((event for event in events if event.step - event.steps < step <= event.step), None)
-    return None if event is None or event.samples is None else event.samples / event.steps
+    if event is None or event.samples is None:
+        return None
+    singles = event.samples_each
+    return (
+        event.samples / event.steps
+        if singles is None or len(singles) != event.steps
+        else singles[step - event.step - 1]
+    )
 
 
 def newest_loss(ranks: Iterable[Sequence[Step]]) -> tuple[int, float | None]:

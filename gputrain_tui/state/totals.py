@@ -118,8 +118,14 @@ class Totals(NamedTuple):
             loss += event.loss * n
             loss_steps += n
             if event_samples is not None:
-                sample_loss += event.loss * event_samples
-                loss_samples += event_samples
+                losses, each = event.losses, event.samples_each
+                if losses is not None and each is not None and len(losses) == len(each):
+                    known = [(one, count) for one, count in zip(losses, each, strict=True) if one is not None]
+                    sample_loss += sum([one * count for one, count in known])
+                    loss_samples += sum([count for _, count in known])
+                else:
+                    sample_loss += event.loss * event_samples
+                    loss_samples += event_samples
         return Totals._make((
             steps + n, samples + (event_samples or 0), tokens + (event_tokens or 0), step_ms, timed_steps, whole_ms,
             whole_steps, data_ms, forward_ms, backward_ms, sync_ms, optimizer_ms, other_ms, exposed_ms, synced_steps,

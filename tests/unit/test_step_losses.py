@@ -9,7 +9,8 @@ from gputrain_tui.report.run_comparison import block_loss
 from gputrain_tui.state import RunState
 from gputrain_tui.state.step_losses import loss_at, newest_loss, run_loss
 from gputrain_tui.state.totals import ZERO_TOTALS
-from trainer.contract.record import Step
+from trainer.contract.record import Step, decode_events, encode_event
+from trainer.telemetry.step_events import merge
 
 
 def event(rank: int, step: int, *losses: float) -> Step:
@@ -60,6 +61,26 @@ def test_the_loss_of_a_run_is_the_mean_at_the_newest_step_that_all_ranks_have_do
 )
 def test_ranks_count_by_their_samples(of_ranks: list[tuple[float | None, float | None]], loss: float | None) -> None:
     assert run_loss(of_ranks) == loss
+
+
+def test_steps_that_share_an_event_count_by_the_samples_of_each() -> None:
+    """Shares 2, 6 become 6, 2 within an event; a rank has no batch in the last step."""
+    of_steps, losses = [(2, 6), (6, 2), (6, 0)], [(4.0, 2.0), (4.0, 2.0), (4.0, None)]
+    state, series, sums = RunState(world_size=2), Series(2), [ZERO_TOTALS, ZERO_TOTALS]
+    for rank in range(2):
+        merged = merge([
+            Step(time=1.0, rank=rank, step=number, epoch=1, steps=1, samples=both[rank], loss=values[rank], step_ms=1.0)
+            for number, (both, values) in enumerate(zip(of_steps, losses, strict=True), 1)
+        ])  # fmt: skip
+        (read,) = decode_events(encode_event(merged))
+        assert isinstance(read, Step)
+        state.apply(read)
+        series.apply(read)
+        sums[rank] = sums[rank].plus(read)
+    assert series.window("loss", 3).middle == [2.5, 3.5, 4.0]
+    assert state.figures.loss == 4.0
+    assert block_loss(sums) == pytest.approx((8 * 2.5 + 8 * 3.5 + 6 * 4.0) / 22)
+    assert [series.axis.at("samples", number) for number in (1, 2, 3)] == [8, 16, 22]
 
 
 def test_figures_chart_status_and_comparison_have_one_loss_of_a_run_with_unequal_shares() -> None:

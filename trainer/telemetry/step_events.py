@@ -236,6 +236,9 @@ def merge(steps: Sequence[Step]) -> Step:
         non_finite=list(dict.fromkeys(name for step in steps for name in step.non_finite)),
         **means,  # type: ignore[arg-type]
     )
+    samples = [step.samples for step in steps if step.samples is not None]
+    if len(samples) == len(steps) and len({*samples}) > 1:
+        event.samples_each = samples
     if event.loss is not None:
         event.losses = [None if step.loss is None else float(f"{step.loss:.7g}") for step in steps]
     if synced:

@@ -17,7 +17,7 @@ MEAN_FIELDS = tuple(
 def single_steps(event: Step, *, means: bool = False) -> list[Step]:
     """Return one event per covered step, with the values of that step; ``[event]`` if it has no values per step.
 
-    Samples and tokens are divided evenly. Fields of which the event has only a mean are absent.
+    Tokens are divided evenly, and samples where the event has only their sum. Fields of which the event has only a mean are absent.
 
     Args:
         event: one or several steps.
@@ -29,6 +29,7 @@ def single_steps(event: Step, *, means: bool = False) -> list[Step]:
         return [event]
     each = {name: _step_values(event, name, means) for name in SINGLE_VALUES}
     repeated = {name: getattr(event, name) for name in MEAN_FIELDS} if means else {}
+    samples = event.samples_each if event.samples_each is not None and len(event.samples_each) == count else None
     ends = [event.time] * count
     for index in range(count - 1, 0, -1):
         ends[index - 1] = ends[index] - (each["step_ms"][index] or 0.0) / 1e3
@@ -39,7 +40,7 @@ def single_steps(event: Step, *, means: bool = False) -> list[Step]:
             step=event.step - count + 1 + index,
             epoch=event.epoch,
             steps=1,
-            samples=_part(event.samples, index, count),
+            samples=_part(event.samples, index, count) if samples is None else samples[index],
             tokens=_part(event.tokens, index, count),
             lr=event.lr,
             loss=loss,
