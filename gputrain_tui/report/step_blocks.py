@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from random import Random
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -118,12 +119,13 @@ def _with_losses(part: Totals, losses: Sequence[float | None], samples: Sequence
     """
     each = samples if samples is not None else [part.samples / len(losses) if part.loss_samples else 0.0] * len(losses)
     known = [(loss, count) for loss, count in zip(losses, each, strict=True) if loss is not None]
-    return part._replace(
-        loss=sum(loss for loss, _ in known),
-        loss_steps=len(known),
-        sample_loss=sum(loss * count for loss, count in known),
-        loss_samples=sum(count for _, count in known),  # type: ignore[arg-type]
-    )
+    sums: dict[str, Any] = {
+        "loss": sum(loss for loss, _ in known),
+        "loss_steps": len(known),
+        "sample_loss": sum(loss * count for loss, count in known),
+        "loss_samples": sum(count for _, count in known),
+    }
+    return part._replace(**sums)
 
 
 def _added(one: Totals, other: Totals) -> Totals:

@@ -27,11 +27,9 @@ def samples_at(events: Iterable[Step], step: int) -> float | None:
     if event is None or event.samples is None:
         return None
     singles = event.samples_each
-    return (
-        event.samples / event.steps
-        if singles is None or len(singles) != event.steps
-        else singles[step - event.step - 1]
-    )
+    if singles is None or len(singles) != event.steps:
+        return event.samples / event.steps
+    return singles[step - event.step - 1]
 
 
 def newest_loss(ranks: Iterable[Sequence[Step]]) -> tuple[int, float | None]:

@@ -17,7 +17,8 @@ MEAN_FIELDS = tuple(
 def single_steps(event: Step, *, means: bool = False) -> list[Step]:
     """Return one event per covered step, with the values of that step; ``[event]`` if it has no values per step.
 
-    Tokens are divided evenly, and samples where the event has only their sum. Fields of which the event has only a mean are absent.
+    Tokens are divided evenly, and samples where the event has only their sum. Fields of which the event has only a mean
+    are absent.
 
     Args:
         event: one or several steps.
