@@ -28,6 +28,8 @@ class AppendedFile:
         self.path = os.fspath(path)
         self._longest_line_bytes = max_line_bytes
         self.offset = 0
+        self.fault = ""
+        """Why the file, which exists, could not be opened last; empty if it could."""
         self._rest = b""
         self._keep_open = keep_open
         self._fd: int | None = None
@@ -39,7 +41,8 @@ class AppendedFile:
         try:
             # Seeking costs a tenth of a stat by name: a thousand files are polled ten times a second.
             return os.lseek(self._open(), 0, os.SEEK_END) - self.offset
-        except OSError:
+        except OSError as error:
+            self.fault = "" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
             return 0
 
     def lines(self, limit_bytes: int) -> bytes:
@@ -91,6 +94,7 @@ class AppendedFile:
     def _open(self) -> int:
         if self._fd is None:
             self._fd = open_regular(self.path)
+            self.fault = ""
         return self._fd
 
 
@@ -177,6 +181,11 @@ class Follower:
     def has_torn_end(self) -> bool:
         """Whether a file, as far as it was read, ends within a line."""
         return any(file.has_torn_end for file in self._files.values())
+
+    @property
+    def unreadable(self) -> dict[str, str]:
+        """Reasons by the names of files that exist and could not be opened."""
+        return {name + self._suffix: file.fault for name, file in self._files.items() if file.fault}
 
     def close(self) -> None:
         for file in self._files.values():

@@ -80,5 +80,10 @@ class RunReader:
         """Whether a file ends within a line, as one does that is being written."""
         return self._follower.has_torn_end
 
+    @property
+    def unreadable(self) -> dict[str, str]:
+        """Reasons by the names of event files that could not be opened."""
+        return self._follower.unreadable
+
     def close(self) -> None:
         self._follower.close()

@@ -135,7 +135,10 @@ class LiveRun:
         """Why the record is not whole, as its events tell and its lines show; empty where it is."""
         count = self._source.damaged_lines + (self.over and self._source.has_torn_end)
         damage = f"{count:,} line{'s' * (count != 1)} of it cannot be read: damaged, or cut off" if count else ""
-        return "; ".join(filter(None, (self.state.record_gap, damage)))
+        closed = [f"{name} cannot be read: {why}" for name, why in sorted(self._source.unreadable.items())]
+        if len(closed) > 2:
+            closed = [f"{len(closed):,} files of it cannot be read, such as {closed[0].replace(' cannot be read', '')}"]
+        return "; ".join(filter(None, (self.state.record_gap, damage, *closed)))
 
     @property
     def reading(self) -> float | None:

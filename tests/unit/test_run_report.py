@@ -149,6 +149,15 @@ def test_a_damaged_record_says_so(name: str, tmp_path: Path) -> None:
     assert data["step"] == 60
 
 
+def test_a_file_of_the_record_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path, steps=60, status="finished")
+    run.dir.rank_events(1).unlink()
+    run.dir.rank_events(1).mkdir()
+    data, lines = told(run)
+    assert data["record_gap"].startswith("1.ndjson cannot be read: ")
+    assert f"record     {data['record_gap']}" in lines
+
+
 @pytest.mark.parametrize("status", ["finished", "running"])
 def test_without_events_state_and_duration_are_those_of_the_status(status: str, tmp_path: Path) -> None:
     run = synthetic.run(tmp_path, steps=60, status=status)
