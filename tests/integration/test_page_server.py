@@ -159,7 +159,8 @@ def test_a_viewer_who_comes_when_nobody_has_looked_for_long_is_followed_anew(
         until(lambda: not len(site.server.pages))
 
 
-def test_a_page_keeps_up_with_a_record_that_grows_by_megabytes(site: Site) -> None:
+def test_a_page_keeps_up_with_a_record_that_grows_by_megabytes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_page, "INTERVAL_S", 60.0)  # in which a loaded machine too has read all of it
     with site.server.pages.viewing(site.run) as page:
         noise = random.Random(1)
         lines = [synthetic.step_of(0, step, noise) for step in range(31, 8_031)]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 if Path(__file__).with_name("trainer.py").exists():
     import trainer  # the script's own
-    from gputrain_tui.watch import watch
+    from gputrain_tui.scripts import watch
 else:
     from trainer.watch import watch
 
