@@ -314,6 +314,7 @@ def timed_by_future(rank: int, step: int) -> Any:
     return 1e3 * (time.perf_counter() - begin)
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("timer", [timed, timed_by_future])
 def test_waits_are_those_of_a_timer_around_them_and_the_late_rank_has_its_own_time(
     gang: Gang, tmp_path: Path, timer: Extra
