@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from gputrain_tui.state.totals import PHASES, ZERO_TOTALS, Totals
-from trainer.contract.record import Step
+from trainer.contract.record import Step, samples_of_each
 
 MIN_BLOCKS = 64
 """Blocks of a run that has as many steps; at twice as many, neighbours are joined."""
@@ -51,7 +51,8 @@ class StepBlocks:
                 share = (end - begin) / event.steps
                 part = Totals._make(value * share for value in whole)
                 if event.losses is not None and len(event.losses) == event.steps:
-                    of_steps = event.samples_each[begin:end] if event.samples_each is not None else None
+                    samples = samples_of_each(event)
+                    of_steps = None if samples is None else samples[begin:end]
                     part = _with_losses(part, event.losses[begin:end], of_steps)
                 sums = self._blocks.setdefault(number, {})
                 sums[event.rank] = _added(sums[event.rank], part) if event.rank in sums else part

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from trainer.contract.record import Step
+from trainer.contract.record import Step, samples_of_each
 
 
 def loss_at(events: Iterable[Step], step: int) -> float | None:
@@ -26,10 +26,8 @@ def samples_at(events: Iterable[Step], step: int) -> float | None:
     event = next((event for event in events if event.step - event.steps < step <= event.step), None)
     if event is None or event.samples is None:
         return None
-    singles = event.samples_each
-    if singles is None or len(singles) != event.steps:
-        return event.samples / event.steps
-    return singles[step - event.step - 1]
+    singles = samples_of_each(event)
+    return event.samples / event.steps if singles is None else singles[step - event.step - 1]
 
 
 def newest_loss(ranks: Iterable[Sequence[Step]]) -> tuple[int, float | None]:

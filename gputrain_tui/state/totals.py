@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import sub
 from typing import Any, Literal, NamedTuple
 
-from trainer.contract.record import Step
+from trainer.contract.record import Step, samples_of_each
 
 Phase = Literal["data", "forward", "backward", "sync", "optimizer", "other"]
 PHASES: tuple[Phase, ...] = ("data", "forward", "backward", "sync", "optimizer", "other")
@@ -118,7 +118,7 @@ class Totals(NamedTuple):
             loss += event.loss * n
             loss_steps += n
             if event_samples is not None:
-                losses, each = event.losses, event.samples_each
+                losses, each = event.losses, samples_of_each(event)
                 if losses is not None and each is not None and len(losses) == len(each):
                     known = [(one, count) for one, count in zip(losses, each, strict=True) if one is not None]
                     sample_loss += sum([one * count for one, count in known])

@@ -6,10 +6,11 @@ import pytest
 
 from gputrain_tui.history.series import Series
 from gputrain_tui.report.run_comparison import block_loss
+from gputrain_tui.report.step_blocks import StepBlocks
 from gputrain_tui.state import RunState
-from gputrain_tui.state.step_losses import loss_at, newest_loss, run_loss
+from gputrain_tui.state.step_losses import loss_at, newest_loss, run_loss, samples_at
 from gputrain_tui.state.totals import ZERO_TOTALS
-from trainer.contract.record import Step, decode_events, encode_event
+from trainer.contract.record import Step, decode_events, encode_event, single_steps
 from trainer.telemetry.step_events import merge
 
 
@@ -81,6 +82,21 @@ def test_steps_that_share_an_event_count_by_the_samples_of_each() -> None:
     assert state.figures.loss == 4.0
     assert block_loss(sums) == pytest.approx((8 * 2.5 + 8 * 3.5 + 6 * 4.0) / 22)
     assert [series.axis.at("samples", number) for number in (1, 2, 3)] == [8, 16, 22]
+
+
+def test_samples_of_other_than_the_covered_steps_are_passed_over() -> None:
+    damaged = Step(time=1.0, rank=0, step=9, epoch=1, steps=3, samples=12, samples_each=[1, 2], loss=2.0,
+                   losses=[3.0, 2.0, 1.0], step_ms=1.0, step_ms_each=[1.0] * 3)  # fmt: skip
+    blocks = StepBlocks()
+    for event in (damaged, event_after(damaged)):
+        blocks.apply(event)
+    assert [block_loss(sums) for _, _, sums in blocks.numbered()] == [3.0, 2.0, 1.0, 5.0]
+    assert samples_at([damaged], 8) == 4.0
+    assert [each.samples for each in single_steps(damaged)] == [4, 4, 4]
+
+
+def event_after(one: Step) -> Step:
+    return Step(time=2.0, rank=0, step=one.step + 1, epoch=1, steps=1, samples=4, loss=5.0, step_ms=1.0)
 
 
 def test_figures_chart_status_and_comparison_have_one_loss_of_a_run_with_unequal_shares() -> None:

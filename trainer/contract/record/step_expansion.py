@@ -14,6 +14,12 @@ MEAN_FIELDS = tuple(
 """Fields that hold a mean, or the value of the last step, if the event covers several steps."""
 
 
+def samples_of_each(event: Step) -> list[int] | None:
+    """Return the samples of each covered step; None where the event has only their sum, or is damaged."""
+    each = event.samples_each
+    return each if each is not None and len(each) == event.steps else None
+
+
 def single_steps(event: Step, *, means: bool = False) -> list[Step]:
     """Return one event per covered step, with the values of that step; ``[event]`` if it has no values per step.
 
@@ -30,7 +36,7 @@ def single_steps(event: Step, *, means: bool = False) -> list[Step]:
         return [event]
     each = {name: _step_values(event, name, means) for name in SINGLE_VALUES}
     repeated = {name: getattr(event, name) for name in MEAN_FIELDS} if means else {}
-    samples = event.samples_each if event.samples_each is not None and len(event.samples_each) == count else None
+    samples = samples_of_each(event)
     ends = [event.time] * count
     for index in range(count - 1, 0, -1):
         ends[index - 1] = ends[index] - (each["step_ms"][index] or 0.0) / 1e3
