@@ -67,10 +67,7 @@ def run(args: Namespace) -> int:
         directory = RunDir(Path(args.run_dir).absolute())
         text = recipe_text(recipe)
         create_by_hand(directory, plan, recipe=recipe.name, recipe_toml=text, runs=paths.runs_folder(), now=time.time())
-    shares = _shares(recipe, plan, device_models(plan, facts, planned.local))
-    if args.json:
-        print_json(msgspec.json.encode(_PlanWithShares(**msgspec.structs.asdict(plan), shares=shares)).decode())
-    elif args.shell:
+    if args.shell:
         print(shell_commands(plan))
     elif args.sbatch:
         from gputrain_tui.lifecycle.saving_time import saving_time_before
@@ -79,7 +76,11 @@ def run(args: Namespace) -> int:
         saving_s = saving_time_before(recipe)
         print(script(plan, name=recipe.name, options=recipe.slurm, saving_s=saving_s), end="")
     else:
-        print(report(plan, recipe.name, shares="" if shares is None else _shares_line(recipe, shares)))
+        shares = _shares(recipe, plan, device_models(plan, facts, planned.local))
+        if args.json:
+            print_json(msgspec.json.encode(_PlanWithShares(**msgspec.structs.asdict(plan), shares=shares)).decode())
+        else:
+            print(report(plan, recipe.name, shares="" if shares is None else _shares_line(recipe, shares)))
     return ExitCode.FINISHED
 
 

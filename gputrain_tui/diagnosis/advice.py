@@ -27,17 +27,16 @@ THROTTLE_NAMES = {
 }
 """Throttle reasons of the samples as words of a sentence."""
 
+DEVICE = "compare its device, its input sizes and other processes there with those of the other ranks; "
+FORWARD = DEVICE + "code that only this rank runs is a common cause. If its time grows with its samples, "
+BACKWARD = DEVICE + "hooks that only this rank runs are a common cause. If its time grows with its samples, "
 ADVICE = {
     "data": "check the rank's disk, its share of the data and its sample lengths; more loader workers (num_workers) "
     "hide reading behind computing",
     "h2d": "check the PCIe link of its GPU (nvidia-smi -q: width and generation), that memory is pinned, and other "
     "traffic on the bus",
-    "forward": "compare its device, its input sizes and other processes there with those of the other ranks; code "
-    "that only this rank runs is a common cause. If its time grows with its samples, "
-    "batch_size = balanced makes up for it",
-    "backward": "compare its device, its input sizes and other processes there with those of the other ranks; "
-    "hooks that only this rank runs are a common cause. If its time grows with its samples, "
-    "batch_size = balanced makes up for it",
+    "forward": FORWARD + "batch_size = balanced makes up for it",
+    "backward": BACKWARD + "batch_size = balanced makes up for it",
     "optimizer": "look for work that only this rank does after a step: logging, saving, clipping",
     "other": "look for work that only this rank does there: reading data without a DataLoader, logging, metrics, "
     "saving; in the console (gputrain attach), K on the rank's page shows where",
@@ -78,12 +77,8 @@ ADVICE = {
     "uneven_speeds": 'set batch_size = "balanced" and global_batch_size to the samples of all ranks in a step: each '
     "rank gets the share that it can carry, and what is learned stays the same (gputrain help shares). If a device "
     "should be as fast as the others, look for another job on it, its clock and its cooling first",
-    "forward_script": "compare its device, its input sizes and other processes there with those of the other ranks; "
-    "code that only this rank runs is a common cause. If its time grows with its samples, the shares of "
-    "watched.shares() make up for it (gputrain help scripts)",
-    "backward_script": "compare its device, its input sizes and other processes there with those of the other ranks; "
-    "hooks that only this rank runs are a common cause. If its time grows with its samples, the shares of "
-    "watched.shares() make up for it (gputrain help scripts)",
+    "forward_script": FORWARD + "the shares of watched.shares() make up for it (gputrain help scripts)",
+    "backward_script": BACKWARD + "the shares of watched.shares() make up for it (gputrain help scripts)",
     "uneven_speeds_script": "let each rank take the share of watched.shares() (gputrain help scripts). If a device "
     "should be as fast as the others, look for another job on it, its clock and its cooling first",
     "memory_creep": "something keeps growing: losses kept with their graphs, lists of outputs, unbounded caches",
