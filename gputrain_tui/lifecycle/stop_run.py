@@ -16,7 +16,7 @@ from gputrain_tui.history.run_folders import Run, find, open_run
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle import attempt_outcome, launchers
 from gputrain_tui.lifecycle.directory_watch import await_end, supervisor_beats, write_stop_file
-from gputrain_tui.lifecycle.leftovers import kill_processes, living_runs, open_process, supervisors_of
+from gputrain_tui.lifecycle.leftovers import dismiss_standbys, kill_processes, living_runs, open_process, supervisors_of
 from gputrain_tui.lifecycle.remote_nodes import attempt_folders
 from gputrain_tui.lifecycle.supervisor_process import adopt
 from gputrain_tui.plan.planner import stop_grace
@@ -194,13 +194,13 @@ def _end_supervisors(run_dir: Path, patience_s: float, origin: int) -> bool:
         descriptor = open_process(pid, run_dir, SUPERVISOR)
         if descriptor is not None:
             try:
-                in_order.append(_end_supervisor(pid, descriptor, patience_s, origin))
+                in_order.append(_end_supervisor(run_dir, pid, descriptor, patience_s, origin))
             finally:
                 os.close(descriptor)
     return bool(in_order) and all(in_order)
 
 
-def _end_supervisor(pid: int, descriptor: int, patience_s: float, origin: int) -> bool:
+def _end_supervisor(run_dir: Path, pid: int, descriptor: int, patience_s: float, origin: int) -> bool:
     """Send a stop request to a supervisor; kill it if it is held (stopped or traced) or too slow, and return False."""
     waiter = select.poll()
     waiter.register(descriptor, select.POLLIN)
@@ -209,6 +209,7 @@ def _end_supervisor(pid: int, descriptor: int, patience_s: float, origin: int) -
             signal.pidfd_send_signal(descriptor, number)
         if waiter.poll(HELD_S * 1000) or (not is_held(pid) and waiter.poll(patience_s * 1000)):
             return True
+        dismiss_standbys(run_dir)
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     waiter.poll(SUPERVISOR_EXIT_S * 1000)
     return False

@@ -1,8 +1,9 @@
 """Supervisor of one run: launches the nodes of its plan, watches, restarts or stops them, and records the end.
 
-``python -m gputrain_tui.lifecycle.supervisor RUN_DIR [--lease] [--adopt]``. It never imports torch, so that it starts
-fast. Only its main thread starts node agents, as they may end with the thread that started them
-(``PR_SET_PDEATHSIG``). ``--lease``: the run is saved and ends with standard input. ``--adopt``: it takes over a run.
+``python -m gputrain_tui.lifecycle.supervisor RUN_DIR [--lease] [--adopt [--restart]]``. It never imports torch, so that
+it starts fast. Only its main thread starts node agents, as they may end with the thread that started them
+(``PR_SET_PDEATHSIG``). ``--lease``: the run is saved and ends with standard input. ``--adopt``: it takes over a run,
+with ``--restart`` to go on as its recipe says, without to end it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from gputrain_tui.lifecycle.network_watch import NetworkWatch
 from gputrain_tui.lifecycle.node_process import NodeProcess
 from gputrain_tui.lifecycle.record_gap_watch import RecordGaps
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
+from gputrain_tui.lifecycle.standby import SUCCESSOR_DELAY_S, Standby
 from gputrain_tui.plan.planner import Plan, stop_grace
 from trainer.contract.errors import ExitCode, RequestError, printable
 from trainer.contract.outcome import SAVE_TIMEOUT_S, answer_s
@@ -68,11 +70,19 @@ class Supervisor:
     """Supervisor of one plan: its attempts, its stop and the record of both."""
 
     def __init__(
-        self, run_dir: RunDir, plan: Plan, node_launcher: Launcher, *, leased: bool, adopting: bool = False
+        self,
+        run_dir: RunDir,
+        plan: Plan,
+        node_launcher: Launcher,
+        *,
+        leased: bool,
+        adopting: bool = False,
+        may_restart: bool = True,
     ) -> None:
         self.dir = run_dir
         self.leased = leased
         self._adopting = adopting
+        self._may_restart = may_restart
         self._stop_request = StopRequest(lease=leased, saves_without_lease=True)
         self._poll = select.poll()
         self._plan = plan
@@ -88,6 +98,10 @@ class Supervisor:
         self._silent: set[int] = set()
         """Nodes whose hosts do not answer."""
         self._report: ReportSinks | None = None
+        needs_standby = may_restart and not leased and node_launcher.has_standby
+        self._standby = Standby(
+            run_dir.path, delay_s=(SUCCESSOR_DELAY_S if adopting else 0.0) if needs_standby else math.inf
+        )
 
     def run(self) -> ExitCode:
         """Supervise the run to its end; return its exit code."""
@@ -102,8 +116,11 @@ class Supervisor:
             message = f"the supervisor failed: {type(error).__name__}: {error}"
             self._close(failed("launch", message), left)
             raise
-        left = self._sweep()
-        return self._close(self._launcher.explain(ended, self._plan, self.dir), left)
+        else:
+            left = self._sweep()
+            return self._close(self._launcher.explain(ended, self._plan, self.dir), left)
+        finally:
+            self._standby.dismiss()
 
     def _run_attempts(self) -> AttemptResult:
         if self._adopting:
@@ -117,12 +134,11 @@ class Supervisor:
             self._status_writer.started()  # after the launch, so that it does not delay the first step
             write_attempt(self.dir, attempt)
             self._begin_report()
-        may_restart = self.leased or not self._adopting  # ``stop`` adopts without a lease
         next_attempt: NextAttempt | None = None
         while True:
             self._watch(attempt)
             ended = self._result_of(attempt)
-            is_over = ended.failure is None or self._stop_request.reason is not None or not may_restart
+            is_over = ended.failure is None or self._stop_request.reason is not None or not self._may_restart
             if is_over or self._sweep():
                 return ended
             if next_attempt is None:
@@ -208,6 +224,7 @@ class Supervisor:
                 self._launcher.request_stacks(attempt.running.values(), self._directory.stack_request)
                 self._record(silence_findings(self._silent, attempt.running.values(), self._plan))
                 self._follow_report()
+                self._standby.begin_if_due()
             if time.monotonic() >= self._gaps.due:
                 self._record(self._gaps.check())
             if not attempt.stop_level and time.monotonic() >= self._diagnosis.due:
@@ -289,7 +306,7 @@ class Supervisor:
 
     def _sweep(self) -> list[int]:
         """Kill the remaining processes of the run except sinks; return the pids of those that do not end."""
-        keep = set() if self._report is None else self._report.pids()
+        keep = self._standby.pids() | (set() if self._report is None else self._report.pids())
         left = sorted(
             kill_descendants(run=str(self.dir.path), keep=keep, timeout_s=SWEEP_S, wait=self._stop_request.wait)
         )
@@ -362,7 +379,8 @@ def main() -> int:
         may_be_over = adopting or not node_launcher.is_requeued
         if may_be_over and (code := run_end.recorded_exit_code(run_dir, plan)) is not None:
             return code
-        return Supervisor(run_dir, plan, node_launcher, leased=leased, adopting=adopting).run()
+        may_restart = leased or not adopting or "--restart" in arguments[1:]
+        return Supervisor(run_dir, plan, node_launcher, leased=leased, adopting=adopting, may_restart=may_restart).run()
 
 
 if __name__ == "__main__":

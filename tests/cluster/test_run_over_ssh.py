@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from host_recipe import ENDLESS, TESTS, check_rank, events, is_training, recipe, torch_free_recipe
+from lone_kill import kill_without_successor
 from network_namespaces import LIMIT_S, NamespaceHost, wait_until
 from ssh_lab import PYTHONPATH, SshLab, require_ssh, ssh_lab, start_sshd
 from taken_names import TakenNames
@@ -228,7 +229,7 @@ def test_a_detached_run_outlives_connection_and_supervisor_is_adopted_stopped_an
     assert cluster.findings("stalled") == []
     mended = time.time()
     wait_until(lambda: recorded_after(cluster.record, 2, mended), "the record of h3 goes on")
-    os.kill(cluster.supervisor(), signal.SIGKILL)
+    kill_without_successor(cluster.supervisor())
     wait_until(lambda: not any("ssh " in words for words in cluster.on(cluster.h0).values()), "its connections end")
     code, output = cluster.run("stop", "last")
     assert code == 0, output
@@ -321,7 +322,7 @@ def test_a_rank_that_dies_without_a_supervisor_makes_the_run_a_failed_one_not_a_
     code, name = cluster.run("run", "recipe.toml", "--detach")
     assert code == 0, name
     cluster.train()
-    os.kill(cluster.supervisor(), signal.SIGKILL)
+    kill_without_successor(cluster.supervisor())
     spawned = [event for event in events(cluster.record, "node-1") if event.get("state") == "spawned"]
     (pid,) = (event["pid"] for event in spawned if event["rank"] == 2)
     os.kill(pid, signal.SIGKILL)
@@ -441,7 +442,7 @@ def test_stop_works_from_a_host_that_sees_the_run_and_not_its_supervisor(cluster
     assert code == 0, output
     cluster.train()
     if supervisor == "is gone":
-        os.kill(cluster.supervisor(), signal.SIGKILL)
+        kill_without_successor(cluster.supervisor())
     cluster.typed_on = cluster.h2
     code, output = cluster.run("stop", "last", GPUTRAIN_HOME=str(cluster.home))
     assert code == 0, output
@@ -493,7 +494,7 @@ def test_agents_without_a_supervisor_train_on_and_end_ranks_that_stand_still(
     code, output = cluster.run("run", "recipe.toml", "--detach")
     assert code == 0, output
     cluster.train()
-    os.kill(cluster.supervisor(), signal.SIGKILL)
+    kill_without_successor(cluster.supervisor())
     alone = time.time()
     theirs = cluster.lab.disk_of(cluster.h3) / "home" / "runs" / cluster.record.name
     wait_until(lambda: recorded_after(theirs, 3, alone + 6), "they train for longer than they may be idle")

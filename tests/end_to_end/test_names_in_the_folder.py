@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from lone_kill import kill_without_successor
 from taken_names import NAMES, TakenNames, importable
 from waiting import LIMIT_S, until
 
@@ -105,7 +105,7 @@ def test_a_stop_that_takes_over_a_lost_run_executes_nothing_of_the_folder(folder
     until(lambda: all(last_step(run.dir, rank) is not None for rank in (0, 1)))
     supervisor = list_runs(folder.home / "runs")[0].status.supervisor
     assert supervisor is not None
-    os.kill(supervisor.pid, signal.SIGKILL)
+    kill_without_successor(supervisor.pid)
     until(lambda: list_runs(folder.home / "runs")[0].state == "lost")
     done = folder.call(GPUTRAIN, "stop", run.id)
     folder.check(done)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lone_kill import kill_without_successor
 from made_runs import append_events
 from stand_in_runs import stand_in_run
 from waiting import LIMIT_S, until
@@ -61,7 +62,7 @@ def run_through(run: Run, name: str, *, kill_sink: bool) -> None:
     if name == "tensorboard":  # wandb keeps its newest records in memory
         until(lambda: written(run) == STEPS, "the first steps")
     assert read_status(run.dir).status == "running"  # type: ignore[union-attr]
-    supervisor.kill()
+    kill_without_successor(supervisor.pid)
     supervisor.wait()
     more_steps(run, STEPS + 1, STEPS + 10)
     until(lambda: sink_of(run, name) is None)  # the sink ends with its supervisor

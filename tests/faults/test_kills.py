@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from bench import LIMIT_S, Bench, supervisor_pid, until
+from bench import FOR_EVER, LIMIT_S, Bench, first_updates, rank_pid, supervisor_pid, until
 from pid_namespace import run_in_namespace
 
 from gputrain_tui.history.run_folders import Run, open_run
@@ -54,6 +54,45 @@ def test_a_run_whose_supervisor_and_its_successor_are_killed_is_settled_by_the_c
     assert "supervisor was killed" in status.message
     assert leftovers.processes_of(run.dir.path) == []
     assert json.loads(out.splitlines()[-1])["type"] == "run_ended"
+
+
+def waiting_for(run: Run) -> list[int]:
+    """Return the standbys of a run."""
+    words = ["gputrain_tui.lifecycle.standby", str(run.dir.path)]
+    return [each.pid for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [])[-2:] == words]
+
+
+def test_a_killed_supervisor_of_a_detached_run_is_replaced_and_restarts_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(bench.folder / "home"))
+    recipe = bench.recipe(FOR_EVER)
+    restarts = "[cluster]\nmax_restarts = 1\nrestart_wait = 0\n[[cluster.nodes]]"
+    recipe.write_text(recipe.read_text().replace("[[cluster.nodes]]", restarts))
+    assert bench.call("run", recipe, "--detach").returncode == 0
+    run = bench.await_training()
+    first = supervisor_pid(run)
+    until(lambda: waiting_for(run))
+    os.kill(first, signal.SIGKILL)
+    until(lambda: supervisor_pid(run) != first)
+    second = supervisor_pid(run)
+    assert waiting_for(run) == [], "one that is killed at once is not replaced"
+    os.kill(rank_pid(run, 0), signal.SIGKILL)
+    until(lambda: len(first_updates(run)) == 2)
+    status = read_status(run.dir)
+    assert status is not None
+    assert (status.status, status.restarts) == ("running", 1)
+    assert bench.call("stop", run.id).returncode == 0
+    assert supervisor_pid(run) == second
+    assert leftovers.processes_of(run.dir.path) == []
+
+
+def test_a_standby_ends_with_its_run(bench: Bench) -> None:
+    assert bench.call("run", bench.recipe(FOR_EVER), "--detach").returncode == 0
+    run = bench.await_training()
+    until(lambda: waiting_for(run))
+    assert bench.call("stop", run.id).returncode == 0
+    assert waiting_for(run) == []
 
 
 @pytest.fixture(scope="module")

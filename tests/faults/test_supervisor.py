@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from lone_kill import kill_without_successor
 from signals import is_pending, traced
 from stand_in_runs import stand_in_run
 from waiting import LIMIT_S, until
@@ -121,7 +122,7 @@ def killed_supervisor(run: Run) -> None:
     supervisor = start_supervisor(run.dir, leased=False)
     until(run.dir.attempt.exists)
     until(lambda: processes_of(run))
-    supervisor.kill()
+    kill_without_successor(supervisor.pid)
     supervisor.wait()
     found = open_run(run.dir.path)
     assert found is not None
@@ -427,7 +428,7 @@ def test_stop_reaches_a_node_agent_that_a_signal_has_stopped(make_run: MakeRun, 
     (parent,) = processes_of(run)
     os.kill(parent, signal.SIGSTOP)
     if killed:
-        supervisor.kill()
+        kill_without_successor(supervisor.pid)
         supervisor.wait()
     done = stop(run)
     none = NONE if killed else "none"
@@ -466,7 +467,10 @@ def test_stop_finds_a_run_whose_directory_is_deleted(make_run: MakeRun, tmp_path
     supervisors = [start_supervisor(each.dir, leased=False) for each in (run, other)]
     until(lambda: all((each.dir.path / "waiting").exists() for each in (run, other)))
     until(lambda: run.dir.attempt.exists() and other.dir.attempt.exists())
-    supervisors[0].send_signal(signal.SIGKILL if killed else signal.SIGSTOP)
+    if killed:
+        kill_without_successor(supervisors[0].pid)
+    else:
+        supervisors[0].send_signal(signal.SIGSTOP)
     run.dir.path.rename(tmp_path / "deleted")
     done = stop(run)
     none = NONE if killed else "none"

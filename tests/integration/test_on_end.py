@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from lone_kill import kill_without_successor
 from stand_in_runs import stand_in_run
 from waiting import LIMIT_S, until, written
 
@@ -42,7 +43,7 @@ def killed_supervisor(run: Run) -> None:
     supervisor = start_supervisor(run.dir, leased=False)
     until((run.dir.path / "waiting").exists)
     until(run.dir.attempt.exists)
-    supervisor.kill()
+    kill_without_successor(supervisor.pid)
     supervisor.wait()
 
 

@@ -89,6 +89,9 @@ class Launcher(ABC):
 
     # --- in the supervisor --------------------------------------------------------------------------------------
 
+    has_standby = True
+    """Whether the supervisor of a detached run is replaced when it is killed."""
+
     @property
     def is_requeued(self) -> bool:
         """Whether a scheduler has started this run again, which has a recorded end from before."""
