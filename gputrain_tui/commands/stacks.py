@@ -43,12 +43,13 @@ def run(args: Namespace) -> int:
     silent = sorted(set(ranks) - {answer.rank for answer in answers})
     if args.json:
         print_json(msgspec.json.encode(_json(found.id, groups, silent)).decode())
-    else:
+    elif groups:
         shown = group_lines(groups, threads=args.threads)
         print("\n\n".join("\n".join(text for text, _ in lines) for lines in shown))
     if ended:
         recorded = "these were recorded" if groups else "it has none in its record"
-        print_message(f"{found.id} has ended ({found.state}); {recorded}")
+        others = f", and none of {ranks_text(silent)}" if groups and silent else ""
+        print_message(f"{found.id} has ended ({found.state}); {recorded}{others}")
     elif silent:
         print_message(f"no answer from {ranks_text(silent)}: ended, or its node agent or host does not answer")
     complete = not ended and not silent and all(group.threads for group in groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from host_recipe import ENDLESS, ENVIRON, events, recipe
+from host_recipe import ENDLESS, ENVIRON, events, recipe, script_recipe
 from network_namespaces import NamespaceHost, wait_until
 from slurm_lab import Slurm, slurm
 from ssh_lab import PYTHONPATH, SshLab, ssh_lab
 
 NAMES = ("h1", "h2", "h3")
+SCRIPT = Path(__file__).with_name("fault_script.py")
 SAVE_EVERY = 100
 """Steps between two checkpoints."""
 
@@ -38,6 +40,8 @@ class Place:
     ranks: Sequence[int]
     slurm: Slurm | None = None
     daemons: frozenset[int] = frozenset()
+    script: Path | None = None
+    """To be run in place of the task, with the folder as its argument."""
 
     def write(
         self,
@@ -48,9 +52,13 @@ class Place:
         **train: Any,
     ) -> None:
         lines = [*table, f'env = {{ PYTHONPATH = "{PYTHONPATH}" }}']
-        train = ENDLESS | {"save_every_updates": SAVE_EVERY} | train
-        text = recipe(self.node_hosts, self.ranks, task=task, **train)
-        text = text.replace("[train]", "\n".join(["[cluster]", *lines, "[train]"]))
+        train = ENDLESS | {"save_every_updates": SAVE_EVERY, "distributed_timeout": 600} | train
+        if self.script is None:
+            text = recipe(self.node_hosts, self.ranks, task=task, **train)
+            text = text.replace("[train]", "\n".join(["[cluster]", *lines, "[train]"]))
+        else:
+            words = f"[train]\nscript = {json.dumps(str(self.script))}\nargs = [{json.dumps(str(self.folder))}]"
+            text = script_recipe(self.node_hosts, self.ranks, words, *lines)
         if self.slurm is not None:
             text += "\n".join(["[slurm]", *slurm_table]) + "\n"
         (self.folder / "recipe.toml").write_text(text)
@@ -84,8 +92,9 @@ class Trial:
 
     def host(self, node: int) -> NamespaceHost:
         names = {host.name: host for host in self.place.hosts}
-        name = self.place.node_hosts[node] or f"n{node + 1}"
-        return names.get(name, self.place.typed_on)
+        if self.place.slurm is not None:
+            return self.place.slurm.nodes[node]
+        return names.get(self.place.node_hosts[node] or "", self.place.typed_on)
 
     def pid_of(self, rank: int) -> int:
         """The newest process of a rank."""
@@ -142,20 +151,24 @@ def ssh_places() -> Iterator[tuple[SshLab, list[Place]]]:
             [
                 Place("machine", node_hosts=[None], ranks=[3], **common),
                 Place("ssh", node_hosts=NAMES, ranks=[1, 1, 1], **common),
+                Place("ssh, script", node_hosts=NAMES, ranks=[1, 1, 1], script=SCRIPT, **common),
             ],
         )
     shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def slurm_place() -> Iterator[Place]:
+def slurm_place(name: str = "Slurm", proctrack: str = "linuxproc") -> Iterator[Place]:
+    """Nodes of Slurm; with cgroups, which all clusters of the machine share, their names are of this process."""
     folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))
     home = folder / "home"
     environ = dict(ENVIRON) | {"GPUTRAIN_HOME": str(home)}
-    with slurm(folder, {"n1": "eth0", "n2": "eth0", "n3": "eth0"}, environ=environ) as cluster:
+    prefix = f"p{os.getpid()}" if proctrack == "cgroup" else ""
+    interfaces = dict.fromkeys([f"{prefix}n{number}" for number in (1, 2, 3)], "eth0")
+    with slurm(folder, interfaces, environ=environ, proctrack=proctrack) as cluster:
         hosts = [cluster.login, *cluster.nodes]
         daemons = frozenset(pid for host in hosts for pid in host.processes())
         yield Place(
-            "Slurm", hosts, cluster.login, folder, dict(cluster.environ), home, [None] * 3, [1, 1, 1], cluster, daemons
+            name, hosts, cluster.login, folder, dict(cluster.environ), home, [None] * 3, [1, 1, 1], cluster, daemons
         )
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,14 +1,18 @@
-"""Endless small steps of DDP, as a user writes them for torchrun; each rank names its process in a folder."""
+"""Endless small steps of DDP, as written for torchrun; the rank of each host names its process in a folder."""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+PAUSE_S = 0.02
+"""Of a step, which would take all cores."""
 
 
 def main() -> None:
@@ -20,9 +24,10 @@ def main() -> None:
         optimizer.zero_grad()
         model(torch.randn(8, 16)).square().mean().backward()
         optimizer.step()
+        time.sleep(PAUSE_S)
         step += 1
         if step == 20:
-            Path(sys.argv[1], f"rank.{dist.get_rank()}").write_text(str(os.getpid()))
+            Path(sys.argv[1], f"pid.{os.uname().nodename}").write_text(str(os.getpid()))
 
 
 if __name__ == "__main__":

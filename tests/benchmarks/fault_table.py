@@ -19,7 +19,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,8 +33,8 @@ sys.path[:0] = [str(HERE.parent / "support"), str(HERE.parent / "cluster")]
 
 from fault_places import NAMES, SAVE_EVERY, Place, Trial, slurm_place, ssh_places, start_run  # noqa: E402
 from host_recipe import PAUSE_S, TRAIN, check_epoch, events, is_training  # noqa: E402
-from network_namespaces import NamespaceHost, wait_until  # noqa: E402
-from ssh_lab import SshLab  # noqa: E402
+from network_namespaces import wait_until  # noqa: E402
+from torchrun_faults import TORCHRUN_FAULTS, TorchrunFault, TorchrunResult, torchrun_trial  # noqa: E402
 
 PATIENCE_S = 200.0
 """No fault is waited for longer; what is not over then is written as more than this."""
@@ -115,6 +114,11 @@ FAULTS = (
         table=("stall_timeout = 10",),
     ),
     Fault(
+        name="rank stopped (hangs), default settings",
+        make=lambda trial: kill(trial.pid_of(2), signal.SIGSTOP),
+        cause=r"rank 2.*hangs after step \d+: the process is stopped",
+    ),
+    Fault(
         name="rank stopped, on_stall = restart",
         make=lambda trial: kill(trial.pid_of(2), signal.SIGSTOP),
         cause="",
@@ -136,7 +140,7 @@ FAULTS = (
         goes_on=True,
     ),
     Fault(name="Ctrl-C", make=lambda trial: kill(trial.command.pid, signal.SIGINT), cause=r"stopped .*saved|saved "),
-    Fault(name="command killed by -9", make=lambda trial: kill(trial.command.pid), cause=r"saved "),
+    Fault(name="command killed by -9", make=lambda trial: kill(trial.command.pid), cause=r"saved |lost contact with"),
     Fault(
         name="host silent (default settings)",
         make=lambda trial: trial.host(2).link("down"),
@@ -337,52 +341,20 @@ def row(fault: str, place: str, results: Sequence[Result]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-TORCHRUN_FAULTS: tuple[tuple[str, Callable[[int, NamespaceHost], None]], ...] = (
-    ("rank killed", lambda pid, host: kill(pid)),
-    ("rank stopped (hangs)", lambda pid, host: kill(pid, signal.SIGSTOP)),
-    ("host silent", lambda pid, host: host.link("down")),
-)
+def torchrun_row(fault: TorchrunFault, results: Sequence[TorchrunResult]) -> str:
+    left = max(result.left for result in results)
+    silent = f" and {max(result.left_silent for result in results)} on {fault.silent}" if fault.silent else ""
+    codes = sorted({"/".join(map(_code, result.exit_codes)) for result in results})
+    cells = [
+        fault.name, "torchrun, 3 hosts", median([result.noticed_s for result in results]),
+        f"{sum(result.is_right for result in results)} of {len(results)}" if fault.cause or fault.goes_on else "–",
+        median([result.over_s for result in results]), f"{left}{silent}", ", ".join(codes), "–",
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
 
 
-def torchrun_trial(lab: SshLab, make: Callable[[int, NamespaceHost], None]) -> Result:
-    """Run a script of endless steps by torchrun on three hosts, and make a fault on the last."""
-    folder = Path(tempfile.mkdtemp(prefix="torchrun-", dir=lab.folder))
-    hosts = lab.hosts[1:4]
-    processes = []
-    for number, host in enumerate(hosts):
-        words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=3", "--nproc-per-node=1"]
-        words += [f"--node-rank={number}", f"--master-addr={hosts[0].address}", "--master-port=29517"]
-        words += [str(HERE / "fault_script.py"), str(folder)]
-        env = lab.environ | {"GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1"}
-        output = (folder / f"output.{number}").open("w")
-        processes.append(host.start(*words, env=env, stdout=output, stderr=subprocess.STDOUT))
-    result = Result()
-    try:
-        wait_until(lambda: len(list(folder.glob("rank.*"))) == len(hosts), "all ranks train")
-        struck = time.time()
-        make(int((folder / "rank.2").read_text()), hosts[2])
-        ours = [host for host in hosts if "silent" not in str(make)]
-        while time.time() - struck < PATIENCE_S:
-            if all(process.poll() is not None for process in processes) and not any(
-                "fault_script" in words for host in ours for words in host.processes().values()
-            ):
-                result.over_s = time.time() - struck
-                break
-            time.sleep(0.05)
-        result.left = sum("fault_script" in words for host in hosts for words in host.processes().values())
-        result.exit_code = processes[0].poll()
-        result.said = (folder / "output.0").read_text()[-2000:]
-        result.is_right = bool(re.search(r"rank\s*:? ?2\b|h3", result.said))
-    finally:
-        hosts[2].link("up")
-        for host in hosts:
-            for pid, words in host.processes().items():
-                if not words.startswith("sshd"):
-                    with suppress(ProcessLookupError):
-                        kill(pid)
-        for process in processes:
-            process.wait()
-    return result
+def _code(code: int | None) -> str:
+    return "runs" if code is None else str(code)
 
 
 @dataclass
@@ -393,7 +365,10 @@ class Table:
 
     def fill(self, place: Place) -> None:
         for fault in FAULTS:
-            if place.name in fault.places and self.only in f"{fault.name} {place.name}":
+            is_met = place.name.partition(",")[0] in fault.places
+            if place.script is not None:
+                is_met &= fault.name in [torchrun.name for torchrun in TORCHRUN_FAULTS]
+            if is_met and self.only in f"{fault.name} {place.name}":
                 results = []
                 for _ in range(self.times):
                     results.append(result := run_trial(fault, place))
@@ -420,13 +395,21 @@ def main() -> None:
     table.print("|---|---|---|---|---|---|---|---|")
     with ssh_places() as (lab, places):
         for place in places:
-            table.fill(place)
-        for name, make in TORCHRUN_FAULTS if arguments.torchrun else ():
-            results = [torchrun_trial(lab, make) for _ in range(arguments.times)]
-            table.print(row(name, "torchrun, 3 hosts", results))
-    if shutil.which("sbatch"):
-        with slurm_place() as place:
-            table.fill(place)
+            if place.script is None or arguments.torchrun:
+                table.fill(place)
+        for fault in TORCHRUN_FAULTS if arguments.torchrun else ():
+            if arguments.only in f"{fault.name} torchrun":
+                results = []
+                for _ in range(arguments.times):
+                    results.append(result := torchrun_trial(lab, fault, PATIENCE_S))
+                    print(fault.name, "torchrun", replace(result, said=""), file=sys.stderr, flush=True)
+                    print(f"said: {result.said}", file=sys.stderr, flush=True)
+                table.print(torchrun_row(fault, results))
+    for proctrack in ("linuxproc", "cgroup") if shutil.which("sbatch") else ():
+        name = f"Slurm, {proctrack}"
+        if any("Slurm" in fault.places and arguments.only in f"{fault.name} {name}" for fault in FAULTS):
+            with slurm_place(name, proctrack) as place:
+                table.fill(place)
 
 
 if __name__ == "__main__":

@@ -55,12 +55,12 @@ def recipe(
 def torch_free_recipe(hosts: Sequence[str | None], ranks: Sequence[int], *lines: str) -> str:
     """Return a recipe of ranks without torch, for a test of what is around a training; lines of its ``[cluster]``."""
     script = TESTS / "support" / "torch_free_rank.py"
-    text = [
-        'name = "several hosts"',
-        "[train]",
-        f"script = {json.dumps(str(script))}",
-        *(["[cluster]", *lines] if lines else []),
-    ]
+    return script_recipe(hosts, ranks, f"[train]\nscript = {json.dumps(str(script))}", *lines)
+
+
+def script_recipe(hosts: Sequence[str | None], ranks: Sequence[int], train: str, *lines: str) -> str:
+    """Return a recipe with this table of a script and lines of its ``[cluster]``."""
+    text = ['name = "several hosts"', train, *(["[cluster]", *lines] if lines else [])]
     return "\n".join([*text, *_nodes(hosts, ranks)]) + "\n"
 
 

@@ -17,7 +17,9 @@ PROGRAM = blocks("automation", "python")[0]
 
 def test_the_program_names_the_rank_keeps_its_stacks_stops_and_resumes(bench: Bench) -> None:
     recipe = bench.recipe(FOR_EVER)
+    # The stopped rank does not answer to the stop.
     settings = ("--set", "train.save_every_updates=2", "--set", "cluster.on_stall=report")
+    settings += ("--set", "train.stop_grace=2")
     assert bench.call("run", recipe, *settings, "--detach").returncode == 0
     run = bench.await_training()
     until(lambda: any(run.dir.checkpoints.glob("step_*.pt")))

@@ -214,8 +214,9 @@ def test_a_deleted_folder_is_made_again_or_fails_the_run(bench: Bench, parent: b
 
 def test_a_record_at_the_limit_of_a_files_size_fails_no_run(bench: Bench) -> None:
     limit, updates = 100 << 10, 300
-    # Some events in each step.
+    # Some events in each step; a loss that falls is no best one, which would be saved.
     events = ("train.valid_every_updates=1", "task.valid_fraction=0.01", "train.save_every_updates=0")
+    events += ("train.maximize_best_metric=true",)
     process = bench.start(
         *run_arguments(bench.recipe(updates), f"train.save_dir={bench.folder}/kept", *events),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),

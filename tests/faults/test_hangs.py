@@ -24,7 +24,7 @@ from gputrain_tui.state import RunState
 from gputrain_tui.state.finding_text import run_mark
 from trainer.contract.record import AnyEvent, Doing, Failure, Finding, NodeSample, RankStacks, Step
 
-SPEED = 10
+SPEED = 40
 """How much faster than time the clock of the diagnosis runs: a rank is given up after a minute or five."""
 RECIPE = """\
 name = "hang"

@@ -11,6 +11,9 @@ from pathlib import Path
 from traceback import walk_tb
 from types import FrameType, TracebackType
 
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+"""In the path of every installed package, also in one of another environment."""
+
 
 def user_line(file: str, line: int, function: str) -> str:
     """Return a line of the user's code, such as ``train.py:12 in augment``; empty for any other code.
@@ -25,8 +28,11 @@ def user_line(file: str, line: int, function: str) -> str:
 
 
 def is_user_code(file: str) -> bool:
-    """Whether a file is neither of Python's library, nor of an installed package, nor of these packages."""
-    return not file.startswith(("<", *_folders_of_libraries()))
+    """Whether a file is neither of Python's library, nor of an installed package, nor of these packages.
+
+    Packages are also installed outside of this environment: in a user's or the system's folder, or that of a module.
+    """
+    return not file.startswith(("<", *_folders_of_libraries())) and not any(name in file for name in _INSTALLED)
 
 
 def shown_file(file: str) -> str:
