@@ -126,6 +126,14 @@ def _backward(recording: Recording, original: Callable[..., Any]) -> Callable[..
     return wrapper
 
 
+def _new_optimizer(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        recording.await_training()
+        original(*args, **kwargs)
+
+    return wrapper
+
+
 def _next(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any) -> Any:
         if not recording.on or not recording.begin_data(self):
@@ -230,6 +238,7 @@ PATCHES: tuple[tuple[str, str, Wrap], ...] = (
     (DDP, "DistributedDataParallel._post_forward", _post_forward),
     (DDP, "DistributedDataParallel.register_comm_hook", _register_comm_hook),
     ("torch", "compile", _compile),
+    ("torch.optim.optimizer", "Optimizer.__init__", _new_optimizer),
     ("torch.autograd", "backward", _backward),
     ("torch.utils.data.dataloader", "_BaseDataLoaderIter.__next__", _next),
     ("torch.amp.grad_scaler", "GradScaler.scale", _scale),
