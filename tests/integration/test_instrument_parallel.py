@@ -67,6 +67,19 @@ class NetWithLoss(Net):
         return outputs, outputs.square().mean()
 
 
+@torch.compiler.disable
+def compute_for_long() -> None:
+    end = time.perf_counter() + OWN_CODE_MS / 2e3
+    while time.perf_counter() < end:
+        pass
+
+
+class SlowNet(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        compute_for_long()
+        return super().forward(x)
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -200,6 +213,26 @@ def without_loader_and_wrapper(rank: int, steps: int) -> tuple[nn.Module, list[f
     return without_loader(rank, steps, wrapped=False)
 
 
+def compiled_without_loader(rank: int, steps: int) -> tuple[nn.Module, list[float]]:
+    """A compiled model whose forward pass is long, over two batches a step, and a batch that is made after backward."""
+    model = SlowNet()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = sgd(model)
+    losses = []
+    following = iter(batches(rank, 2 * steps + 1))
+    batch = next(following)
+    for _ in range(steps):
+        losses.append(0.0)
+        for _ in range(2):
+            loss = compiled(batch).square().mean() / 2
+            loss.backward()
+            losses[-1] += loss.item()
+            batch = next(following)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, losses
+
+
 def two_models_without_loader(rank: int, steps: int) -> tuple[nn.Module, list[float]]:
     """A discriminator and a generator, as in a GAN: their calls do not tell how many samples a step has."""
     discriminator, generator = nn.Linear(4, 1), nn.Linear(4, 4)
@@ -261,6 +294,7 @@ LOOPS: dict[Loop, tuple[set[str], tuple[int | None, int | None]]] = {
     local_steps: (set(), (BATCH, BATCH)),
     without_loader: ({"data_ms"}, (2 * BATCH, 2 * BATCH)),
     without_loader_and_wrapper: ({"data_ms", "sync_exposed_ms"}, (2 * BATCH, 2 * BATCH)),
+    compiled_without_loader: ({"data_ms", "sync_exposed_ms"}, (None, None)),
     two_models_without_loader: ({"data_ms", "sync_exposed_ms"}, (None, None)),
 }
 """Loops, with the durations that cannot be known of them, and the samples of each rank in a step."""
@@ -294,3 +328,5 @@ def test_phases_loss_and_samples_of_a_loop_are_on_record_and_its_results_are_its
             without_loader_and_wrapper,
         ):  # that is the script's own code, wherever it is in the step
             assert (_mean(events, "other_ms") or 0.0) >= OWN_CODE_MS
+        if loop is compiled_without_loader:
+            assert (_mean(events, "forward_ms") or 0.0) >= OWN_CODE_MS

@@ -178,6 +178,17 @@ def _compile(recording: Recording, original: Callable[..., Any]) -> Callable[...
     return wrapper
 
 
+def _compiled_call(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        if is_compiling() or not recording.on or not recording.begin_compiled(self):
+            return original(self, *inputs, **kwargs)
+        output = original(self, *inputs, **kwargs)
+        recording.end_forward(self, output)
+        return output
+
+    return wrapper
+
+
 # ------------------------------------------------------------------------------------------------ wrappers around FSDP
 
 
@@ -245,6 +256,7 @@ PATCHES: tuple[tuple[str, str, Wrap], ...] = (
     ("torch.amp.grad_scaler", "GradScaler.step", _scaler_step),
 )
 LATER_PATCHES: tuple[tuple[str, str, Wrap], ...] = (
+    ("torch._dynamo.eval_frame", "OptimizedModule.__call__", _compiled_call),
     (FSDP1, "_root_pre_forward", _flat_pre_forward),
     (FSDP1, "_post_forward", _flat_post_forward),
     (FSDP2, "FSDPState._root_pre_forward", _root_pre_forward),

@@ -213,10 +213,10 @@ class Recording:
             return False
         trained = self._bare.get(module)
         if trained is None:
-            trained = self._bare[module] = any(parameter.requires_grad for parameter in module.parameters())
+            parameters = list(module.parameters())
+            trained = any(parameter.requires_grad for parameter in parameters) and not is_wrapped(module)
+            self._bare[module] = trained
         if trained and tracker is None:
-            if is_wrapped(module):
-                return False
             tracker = self._begin(next(parameter.device for parameter in module.parameters()))
         if trained and tracker is not None:
             # What lies between a batch's arrival and the call is the script's own code.
@@ -232,6 +232,11 @@ class Recording:
             self._count(self._tracker, module, arguments, named)
         else:
             self._misses_calls = True
+
+    @guarded
+    def begin_compiled(self, module: nn.Module) -> bool:
+        """Begin the forward pass of a compiled module without a wrapper; return whether it is the awaited one."""
+        return self._tracker is not None and not self._wrapped and self._calls.begins_with(module)
 
     def _count(
         self, tracker: StepTracker, model: nn.Module, arguments: Sequence[Any], named: Mapping[str, Any]
