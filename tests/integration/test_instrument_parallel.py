@@ -213,6 +213,23 @@ def without_loader_and_wrapper(rank: int, steps: int) -> tuple[nn.Module, list[f
     return without_loader(rank, steps, wrapped=False)
 
 
+def fetching_before_the_step(rank: int, steps: int) -> tuple[nn.Module, list[float]]:
+    """The next batch is made between the backward pass and the clipping of the gradients, as a prefetch."""
+    model = Net()
+    optimizer = sgd(model)
+    losses = []
+    for batch in batches(rank, steps):
+        loss = model(batch).square().mean()
+        loss.backward()
+        compute_for_long()
+        compute_for_long()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses
+
+
 def compiled_without_loader(rank: int, steps: int) -> tuple[nn.Module, list[float]]:
     """A compiled model whose forward pass is long, over two batches a step, and a batch that is made after backward."""
     model = SlowNet()
@@ -294,6 +311,7 @@ LOOPS: dict[Loop, tuple[set[str], tuple[int | None, int | None]]] = {
     local_steps: (set(), (BATCH, BATCH)),
     without_loader: ({"data_ms"}, (2 * BATCH, 2 * BATCH)),
     without_loader_and_wrapper: ({"data_ms", "sync_exposed_ms"}, (2 * BATCH, 2 * BATCH)),
+    fetching_before_the_step: ({"data_ms", "sync_exposed_ms"}, (BATCH, BATCH)),
     compiled_without_loader: ({"data_ms", "sync_exposed_ms"}, (None, None)),
     two_models_without_loader: ({"data_ms", "sync_exposed_ms"}, (None, None)),
 }
@@ -323,10 +341,8 @@ def test_phases_loss_and_samples_of_a_loop_are_on_record_and_its_results_are_its
         assert {name for name in PHASES if _mean(events, name) is None} == unknown
         expected = samples[rank]
         assert [event.samples for event in events] == [expected and expected * event.steps for event in events]
-        if loop in (
-            without_loader,
-            without_loader_and_wrapper,
-        ):  # that is the script's own code, wherever it is in the step
+        if loop in (without_loader, without_loader_and_wrapper, fetching_before_the_step):
+            # That is the script's own code, wherever it is in the step.
             assert (_mean(events, "other_ms") or 0.0) >= OWN_CODE_MS
         if loop is compiled_without_loader:
             assert (_mean(events, "forward_ms") or 0.0) >= OWN_CODE_MS

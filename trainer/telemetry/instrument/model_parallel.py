@@ -57,6 +57,11 @@ def _repeats(optimizer: Optimizer, data_dimensions: Set[str]) -> bool:
     return False
 
 
+def is_trained(model: nn.Module) -> bool:
+    """Return whether a model has parameters that are trained."""
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
 def is_wrapped(model: nn.Module) -> bool:
     """Return whether a wrapper, DistributedDataParallel or FSDP, tells of a model's forward pass or of a part of it."""
     # FSDP's by their names: importing them takes long.

@@ -159,6 +159,15 @@ def _scale(recording: Recording, original: Callable[..., Any]) -> Callable[..., 
     return wrapper
 
 
+def _gradients(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not is_compiling() and recording.on:
+            recording.begin_gradients()
+        return original(*args, **kwargs)
+
+    return wrapper
+
+
 def _scaler_step(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         before = recording.optimizer_steps
@@ -244,6 +253,7 @@ def _flat_post_forward(recording: Recording, original: Callable[..., Any]) -> Ca
 DDP = "torch.nn.parallel.distributed"
 FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_state"
+CLIPPING = ("torch.nn.utils", "torch.nn.utils.clip_grad")
 PATCHES: tuple[tuple[str, str, Wrap], ...] = (
     (DDP, "DistributedDataParallel._pre_forward", _pre_forward),
     (DDP, "DistributedDataParallel._post_forward", _post_forward),
@@ -253,10 +263,13 @@ PATCHES: tuple[tuple[str, str, Wrap], ...] = (
     ("torch.autograd", "backward", _backward),
     ("torch.utils.data.dataloader", "_BaseDataLoaderIter.__next__", _next),
     ("torch.amp.grad_scaler", "GradScaler.scale", _scale),
+    ("torch.amp.grad_scaler", "GradScaler.unscale_", _gradients),
     ("torch.amp.grad_scaler", "GradScaler.step", _scaler_step),
+    *((module, name, _gradients) for module in CLIPPING for name in ("clip_grad_norm_", "clip_grad_value_")),
 )
 LATER_PATCHES: tuple[tuple[str, str, Wrap], ...] = (
     ("torch._dynamo.eval_frame", "OptimizedModule.__call__", _compiled_call),
+    (FSDP1, "FullyShardedDataParallel.clip_grad_norm_", _gradients),
     (FSDP1, "_root_pre_forward", _flat_pre_forward),
     (FSDP1, "_post_forward", _flat_post_forward),
     (FSDP2, "FSDPState._root_pre_forward", _root_pre_forward),

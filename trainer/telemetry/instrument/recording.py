@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,8 +21,8 @@ from trainer.telemetry.instrument.closures import with_closure
 from trainer.telemetry.instrument.fetched_batches import BatchSize, FetchedBatches, plus, size_of
 from trainer.telemetry.instrument.followed_models import FollowedModels
 from trainer.telemetry.instrument.guarded import guarded
-from trainer.telemetry.instrument.model_parallel import ModelParallelism, is_training, is_wrapped
-from trainer.telemetry.instrument.not_measured import not_measured, what_is_missing
+from trainer.telemetry.instrument.model_parallel import ModelParallelism, is_trained, is_training, is_wrapped
+from trainer.telemetry.instrument.not_measured import not_measured, print_line, what_is_missing
 from trainer.telemetry.instrument.optimizer_cycle import OptimizerCycle
 from trainer.telemetry.instrument.outermost_calls import OutermostCalls
 from trainer.telemetry.instrument.script_losses import StepLosses, is_made_of, newest_number
@@ -85,6 +84,8 @@ class Recording:
         self._stepping: Optimizer | None = None
         """The optimizer in whose step the script is."""
         self._in_backward = False
+        self._after_backward = False
+        """Whether neither gradients nor parameters were changed since the last backward pass."""
         self._ends_after_backward: Optimizer | None = None
         """The optimizer that has stepped within the backward pass and ended the iteration."""
         self._backwards = 0
@@ -119,7 +120,7 @@ class Recording:
         missing, measured = what_is_missing(optimizer_steps=self.optimizer_steps, backward=self._tracker is not None)
         unmeasured = "no further step" if self.steps else "nothing of this training"
         message = f"{missing}, so {unmeasured} is measured; {measured}"
-        _print_line(message)
+        print_line(message)
         self._open_record()
         self._writer.write(not_measured(self._rank, message))
 
@@ -138,7 +139,7 @@ class Recording:
             self.on = False
             self._calls.stop()
             self.collectives.close()
-            _print_line(f"this training is no longer measured: {type(error).__name__}: {error}")
+            print_line(f"this training is no longer measured: {type(error).__name__}: {error}")
 
     def _forget(self) -> None:
         """Measure nothing in a forked process, such as a data loading process."""
@@ -213,9 +214,7 @@ class Recording:
             return False
         trained = self._bare.get(module)
         if trained is None:
-            parameters = list(module.parameters())
-            trained = any(parameter.requires_grad for parameter in parameters) and not is_wrapped(module)
-            self._bare[module] = trained
+            trained = self._bare[module] = is_trained(module) and not is_wrapped(module)
         if trained and tracker is None:
             tracker = self._begin(next(parameter.device for parameter in module.parameters()))
         if trained and tracker is not None:
@@ -281,6 +280,7 @@ class Recording:
         else:
             self._losses.remove_last()
         self._tracker.mark("backward", then="optimizer")
+        self._after_backward = self._stepping is None
         if self._ends_after_backward is not None:
             optimizer, self._ends_after_backward = self._ends_after_backward, None
             self._end(self._tracker, optimizer)
@@ -295,6 +295,14 @@ class Recording:
         self._losses.scale(scaled, loss, scale)
 
     # ------------------------------------------------------------------------------------------ optimizer
+
+    @guarded
+    def begin_gradients(self) -> None:
+        """Begin to clip or unscale gradients, or the optimizer's step: before that a script may have read its data."""
+        tracker = self._tracker
+        if tracker is not None and self._after_backward and tracker.open_phase == "optimizer" and not tracker.evaluated:
+            tracker.mark("other", then="optimizer")
+        self._after_backward = False
 
     @guarded
     def begin_optimizer(
@@ -316,6 +324,8 @@ class Recording:
             tracker.stepping = True
             if tracker.evaluated or tracker.open_phase != "optimizer":
                 tracker.mark(then="optimizer")
+            else:
+                self.begin_gradients()
         return with_closure(optimizer, arguments, named, self._end_closure)
 
     @guarded
@@ -438,7 +448,3 @@ class Recording:
         self._losses.clear()
         self._batches.size = (0, None)
         self._misses_calls = False
-
-
-def _print_line(line: str) -> None:
-    print(f"gputrain: {line}", file=sys.stderr)
