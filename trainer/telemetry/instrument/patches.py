@@ -67,10 +67,10 @@ def _patch(recording: Recording, module: str, name: str, wrap: Wrap) -> None:
         owner: Any = importlib.import_module(module)
         for part in holder:
             owner = getattr(owner, part)
-        original = owner.__dict__[name]
+        original = inspect.getattr_static(owner, name)  # of a base class, too: OptimizedModule.__call__ of torch 2.6
         if not inspect.isfunction(original) or original.__module__.partition(".")[0] != "torch":
             raise TypeError("it was replaced")
-    except (ImportError, AttributeError, KeyError, TypeError) as error:
+    except (ImportError, AttributeError, TypeError) as error:
         where = ".".join([module, *holder, name])
         reason = f"{type(error).__name__}: {error}"
         print(f"gputrain: {where} is not torch's own and is not measured: {reason}", file=sys.stderr)
