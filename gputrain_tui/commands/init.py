@@ -51,7 +51,7 @@ def run(args: Namespace) -> int:
     if args.output not in (None, "-"):
         new = replace(new, name=Path(args.output).stem)
     script = new.train.get("script")
-    if script and not Path(script).exists():
+    if script and not (new.train.get("module") or Path(script).exists()):
         note = f"{script} is not here: a script's path is relative to the folder in which gputrain is started"
         new = replace(new, notes=(*new.notes, note))
     output = args.output or file_name(new.name)

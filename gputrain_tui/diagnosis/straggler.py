@@ -53,14 +53,14 @@ def stragglers(
     owns = _own_excess(window)
     short = _short_window(rows)
     short_owns = _own_excess(rows[-short:])
-    merged = short < WINDOW_ROWS and len(rows) >= short + earlier_rows and not uneven
+    enough = len(rows) >= short + earlier_rows and not uneven
     # Once a straggler is found, by few rows of several steps each, it stands while the rows of single steps are few.
     known = len(rows) >= limit.MIN_STRAGGLER_ROWS or rows[-1].straggling
     waits = _core_wait_excess(rows)
     symptoms = []
     for index, rank in enumerate(timeline.ranks):
         symptom = None
-        if merged and short_owns[index] >= limit.OVERWHELMING_SHARE * (step_ms + short_owns[index]):
+        if enough and short_owns[index] >= limit.OVERWHELMING_SHARE * (step_ms + short_owns[index]):
             symptom = _own_work_symptom(state, timeline.ranks, rows, index, step_ms, short)
             if symptom.cause == "unattributed":  # may be a momentary load of the machine: reported when it lasts
                 symptom = None

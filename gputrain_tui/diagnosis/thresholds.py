@@ -41,7 +41,8 @@ WARM_UP_STEPS = threshold(5, "steps", "a_rank_that_is_slow_from_the_first_step_i
 WINDOW_ROWS = threshold(12, "rows", "a_cause_is_named_only_when_it_covers_four_fifths")
 """Rows over which medians are compared: a slow rank is in more than half of them after seven steps."""
 SHORT_WINDOW_ROWS = threshold(6, "rows", "a_rank_far_slower_than_very_fast_steps_is_found_within_a_dozen_slow_ones")
-"""Rows that suffice where each covers several steps and a rank is more than ``OVERWHELMING_SHARE`` late."""
+"""Rows that suffice where each covers several steps and a rank is more than ``OVERWHELMING_SHARE`` late; of single
+steps ``WINDOW_ROWS`` do."""
 OVERWHELMING_SHARE = threshold(0.5, "share", "a_rank_far_slower_than_very_fast_steps_is_found_within_a_dozen_slow_ones")
 """Lateness as a share of a step from which the others wait longer than they work."""
 MIN_STRAGGLER_ROWS = threshold(20, "rows", "a_rank_that_is_slow_from_the_first_step_is_found")

@@ -86,6 +86,8 @@ class NewRecipe:
         tables += [("[train]", self.train)]
         tables += [("[task]", self.task)] if self.task else []
         comments = COMMENTS | (ONE_RANK if self.makes_group is False else {})
+        if self.train.get("module"):
+            del comments["script"]
         for title, table in tables:
             lines += [title, *(_line(key, value, comments) for key, value in table.items()), ""]
         return "\n".join(lines) + "\n" + REPORT

@@ -302,10 +302,21 @@ def _largest_part(state: RunState) -> Verdict:
     largest = max(shares, key=lambda name: shares[name])
     bound, takes = BOUND[largest]
     step_ms = state.figures.step_ms
+    last = _last_rank(state, shares[largest]) if largest == "sync" else None
+    if last is not None:
+        bound, takes = "bound by its slowest ranks", f"waiting for other ranks, least on rank {last}, takes"
     of = "" if step_ms is None else f" of {step_ms:.1f} ms"
     return Verdict(
         kind=largest, text=f"{bound}: {takes} {100 * shares[largest]:.0f} % of a step{of}; no finding stands"
     )
+
+
+def _last_rank(state: RunState, mean_sync_share: float) -> int | None:
+    """Return the rank that waits far less than the others do on average: it is they who wait, not the network."""
+    parts = {rank: step_parts([view.sums]) for rank, view in state.ranks.items()}
+    waits = {rank: sum(part.share for part in of if part.name == "sync") for rank, of in parts.items() if of}
+    last = min(waits, key=waits.__getitem__)
+    return last if len(waits) > 1 and waits[last] < mean_sync_share / 2 else None
 
 
 def past_findings(events: Sequence[Finding], still_raised: Container[tuple[str, int | None]]) -> list[FindingReport]:

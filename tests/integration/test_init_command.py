@@ -113,6 +113,13 @@ def test_a_recipe_is_named_like_the_file_that_is_asked_for(tmp_path: Path) -> No
     assert load(str(tmp_path / "slow.toml")).name == "slow"
 
 
+def test_a_module_is_not_missed_as_a_file(tmp_path: Path) -> None:
+    done = init(tmp_path, "-o", "-", stdin="torchrun --nproc_per_node=2 -m scripts.base_train -- --depth=2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert 'script = "scripts.base_train"\n' in done.stdout
+    assert init(tmp_path, "-o", "-", "--", "torchrun", "t.py").stderr.startswith("gputrain: t.py is not here")
+
+
 def test_an_example_is_copied_with_the_script_that_it_runs(tmp_path: Path) -> None:
     done = init(tmp_path, "--example", "script", "-o", "sub/mine.toml")
     assert done.returncode == 2  # there is no such folder

@@ -67,6 +67,19 @@ class NetWithLoss(Net):
         return outputs, outputs.square().mean()
 
 
+@torch.compiler.disable
+def compute_for_long() -> None:
+    end = time.perf_counter() + OWN_CODE_MS / 2e3
+    while time.perf_counter() < end:
+        pass
+
+
+class SlowNet(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        compute_for_long()
+        return super().forward(x)
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -200,6 +213,59 @@ def without_loader_and_wrapper(rank: int, steps: int) -> tuple[nn.Module, list[f
     return without_loader(rank, steps, wrapped=False)
 
 
+def fetching_before_the_step(rank: int, steps: int) -> tuple[nn.Module, list[float]]:
+    """The next batch is made between the backward pass and the clipping of the gradients, as a prefetch."""
+    model = Net()
+    optimizer = sgd(model)
+    losses = []
+    for batch in batches(rank, steps):
+        loss = model(batch).square().mean()
+        loss.backward()
+        compute_for_long()
+        compute_for_long()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses
+
+
+def compiled_without_loader(rank: int, steps: int) -> tuple[nn.Module, list[float]]:
+    """A compiled model whose forward pass is long, over two batches a step, and a batch that is made after backward."""
+    model = SlowNet()
+    compiled = torch.compile(model, backend="eager")
+    optimizer = sgd(model)
+    losses = []
+    following = iter(batches(rank, 2 * steps + 1))
+    batch = next(following)
+    for _ in range(steps):
+        losses.append(0.0)
+        for _ in range(2):
+            loss = compiled(batch).square().mean() / 2
+            loss.backward()
+            losses[-1] += loss.item()
+            batch = next(following)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, losses
+
+
+def two_models_without_loader(rank: int, steps: int) -> tuple[nn.Module, list[float]]:
+    """A discriminator and a generator, as in a GAN: their calls do not tell how many samples a step has."""
+    discriminator, generator = nn.Linear(4, 1), nn.Linear(4, 4)
+    optimizer = sgd(nn.ModuleList([discriminator, generator]))
+    losses = []
+    for batch in batches(rank, steps):
+        losses.append(0.0)
+        for loss_of in (discriminator, lambda points: discriminator(generator(points))):
+            loss = loss_of(batch).square().mean()
+            loss.backward()
+            losses[-1] += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+    return nn.ModuleList([discriminator, generator]), losses
+
+
 # ----------------------------------------------------------------------------------------------------- the tests
 
 
@@ -245,6 +311,9 @@ LOOPS: dict[Loop, tuple[set[str], tuple[int | None, int | None]]] = {
     local_steps: (set(), (BATCH, BATCH)),
     without_loader: ({"data_ms"}, (2 * BATCH, 2 * BATCH)),
     without_loader_and_wrapper: ({"data_ms", "sync_exposed_ms"}, (2 * BATCH, 2 * BATCH)),
+    fetching_before_the_step: ({"data_ms", "sync_exposed_ms"}, (BATCH, BATCH)),
+    compiled_without_loader: ({"data_ms", "sync_exposed_ms"}, (None, None)),
+    two_models_without_loader: ({"data_ms", "sync_exposed_ms"}, (None, None)),
 }
 """Loops, with the durations that cannot be known of them, and the samples of each rank in a step."""
 
@@ -271,6 +340,9 @@ def test_phases_loss_and_samples_of_a_loop_are_on_record_and_its_results_are_its
         assert [loss for event in events for loss in (event.losses or [event.loss])] == pytest.approx(losses, rel=1e-5)
         assert {name for name in PHASES if _mean(events, name) is None} == unknown
         expected = samples[rank]
-        assert [event.samples for event in events[1:]] == [expected and expected * event.steps for event in events[1:]]
-        if "data_ms" in unknown:  # that is the script's own code, wherever it is in the step
+        assert [event.samples for event in events] == [expected and expected * event.steps for event in events]
+        if loop in (without_loader, without_loader_and_wrapper, fetching_before_the_step):
+            # That is the script's own code, wherever it is in the step.
             assert (_mean(events, "other_ms") or 0.0) >= OWN_CODE_MS
+        if loop is compiled_without_loader:
+            assert (_mean(events, "forward_ms") or 0.0) >= OWN_CODE_MS

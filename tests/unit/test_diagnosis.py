@@ -243,6 +243,13 @@ def test_a_rank_that_is_slow_from_the_first_step_is_found() -> None:
     ]
 
 
+@pytest.mark.parametrize("part", ["data", "forward", "backward", "optimizer"])
+def test_a_rank_on_which_the_others_mostly_wait_is_found_within_the_first_twenty_steps(part: str) -> None:
+    run = SimulatedRun(2)
+    assert summaries(run.steps(20, late(1, first=1, **{part: 60.0}))) == [("straggler", "raised", 1, part)]
+    assert SimulatedRun(2).steps(20, late(1, first=1, **{part: 10.0})) == []
+
+
 def test_a_finding_is_cleared_once_and_raised_again() -> None:
     run = SimulatedRun()
     slow = late(1, first=61, last=101, forward=30.0)

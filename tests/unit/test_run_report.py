@@ -58,6 +58,13 @@ VERDICTS: dict[str, tuple[list[AnyEvent], str, str, str]] = {
     "computing": ([step(1)], "finished", "compute", "compute-bound: forward and backward take 80 % of a step of 12.5"),
     "data": ([step(1, data_ms=30.0)], "finished", "data", "input-bound: waiting for data and copying it takes 72 %"),
     "network": ([step(1, sync_exposed_ms=30.0)], "finished", "sync", "communication-bound: "),
+    "the network, on both ranks": (
+        [step(1, sync_exposed_ms=30.0), step(1, rank=1, sync_exposed_ms=25.0)], "finished", "sync", "communication-b",
+    ),
+    "a rank that is late without a finding": (
+        [step(1, sync_exposed_ms=30.0), step(1, rank=1, data_ms=28.0)],
+        "finished", "sync", "bound by its slowest ranks: waiting for other ranks, least on rank 1, takes 37 %",
+    ),
     "optimizer": ([step(1, optimizer_ms=30.0)], "running", "optimizer", "optimizer-bound: the optimizer takes 72 %"),
     "its own code": ([step(1, other_ms=30.0)], "finished", "other", "bound by its own code: "),
     "nothing": ([], "failed", "unmeasured", "no step was recorded"),

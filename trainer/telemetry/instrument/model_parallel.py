@@ -57,6 +57,18 @@ def _repeats(optimizer: Optimizer, data_dimensions: Set[str]) -> bool:
     return False
 
 
+def is_trained(model: nn.Module) -> bool:
+    """Return whether a model has parameters that are trained."""
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """Return whether a wrapper, DistributedDataParallel or FSDP, tells of a model's forward pass or of a part of it."""
+    # FSDP's by their names: importing them takes long.
+    wrappers = ("DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel")
+    return any(base.__name__ in wrappers for module in model.modules() for base in type(module).__mro__)
+
+
 def is_training(model: nn.Module) -> bool:
     """Return whether a forward pass of this model belongs to a training step."""
     inner: nn.Module = model

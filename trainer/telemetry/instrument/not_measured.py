@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Literal
 
@@ -31,3 +32,8 @@ def not_measured(rank: int, message: str, *, state: Literal["raised", "cleared"]
         advice="processes that a script starts are measured if they join a process group of torch.distributed; "
         "set starts_ranks = true in [train] if a launcher in the script is to start the ranks, or call trainer.watch",
     )
+
+
+def print_line(line: str) -> None:
+    """Print a line of ours into the rank's log."""
+    print(f"gputrain: {line}", file=sys.stderr)

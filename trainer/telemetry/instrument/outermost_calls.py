@@ -1,7 +1,8 @@
 """Calls of a script's outermost module, of which no wrapper such as DistributedDataParallel tells.
 
 A global hook of torch makes every call of a module slower, so it is there only while a call is awaited: from a
-backward pass to the next forward pass. It is never there once the script uses ``torch.compile``, which would trace it.
+backward pass to the next forward pass. It is never there once the script uses ``torch.compile``, which would trace it:
+from then on only calls of compiled modules are seen, from outside of what is compiled.
 The end of the call is told by a hook of the module itself, which is there only during the call.
 """
 
@@ -36,8 +37,10 @@ class OutermostCalls:
         self._ending: Any = None
         """Handle of the module's hook."""
         self._stopped = False
+        self._awaits_compiled = False
 
     def await_next(self) -> None:
+        self._awaits_compiled = True
         if self._awaiting is None and not self._stopped:
             self._awaiting = register_module_forward_pre_hook(self._before)
 
@@ -45,6 +48,13 @@ class OutermostCalls:
         """Await no further call."""
         self._stopped = True
         self._remove()
+
+    def begins_with(self, compiled: nn.Module) -> bool:
+        """Return whether the call of a compiled module, which begins, is the awaited one."""
+        if not (self._stopped and self._awaits_compiled and self._begin(compiled)):
+            return False
+        self._awaits_compiled = False
+        return True
 
     def _remove(self) -> None:
         awaiting, self._awaiting = self._awaiting, None

@@ -67,10 +67,10 @@ def _patch(recording: Recording, module: str, name: str, wrap: Wrap) -> None:
         owner: Any = importlib.import_module(module)
         for part in holder:
             owner = getattr(owner, part)
-        original = owner.__dict__[name]
+        original = inspect.getattr_static(owner, name)  # of a base class, too: OptimizedModule.__call__ of torch 2.6
         if not inspect.isfunction(original) or original.__module__.partition(".")[0] != "torch":
             raise TypeError("it was replaced")
-    except (ImportError, AttributeError, KeyError, TypeError) as error:
+    except (ImportError, AttributeError, TypeError) as error:
         where = ".".join([module, *holder, name])
         reason = f"{type(error).__name__}: {error}"
         print(f"gputrain: {where} is not torch's own and is not measured: {reason}", file=sys.stderr)
@@ -126,6 +126,14 @@ def _backward(recording: Recording, original: Callable[..., Any]) -> Callable[..
     return wrapper
 
 
+def _new_optimizer(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        recording.await_training()
+        original(*args, **kwargs)
+
+    return wrapper
+
+
 def _next(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any) -> Any:
         if not recording.on or not recording.begin_data(self):
@@ -151,6 +159,15 @@ def _scale(recording: Recording, original: Callable[..., Any]) -> Callable[..., 
     return wrapper
 
 
+def _gradients(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not is_compiling() and recording.on:
+            recording.begin_gradients()
+        return original(*args, **kwargs)
+
+    return wrapper
+
+
 def _scaler_step(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         before = recording.optimizer_steps
@@ -166,6 +183,17 @@ def _compile(recording: Recording, original: Callable[..., Any]) -> Callable[...
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         recording.begin_compiling()
         return original(*args, **kwargs)
+
+    return wrapper
+
+
+def _compiled_call(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        if is_compiling() or not recording.on or not recording.begin_compiled(self):
+            return original(self, *inputs, **kwargs)
+        output = original(self, *inputs, **kwargs)
+        recording.end_forward(self, output)
+        return output
 
     return wrapper
 
@@ -225,17 +253,23 @@ def _flat_post_forward(recording: Recording, original: Callable[..., Any]) -> Ca
 DDP = "torch.nn.parallel.distributed"
 FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_state"
+CLIPPING = ("torch.nn.utils", "torch.nn.utils.clip_grad")
 PATCHES: tuple[tuple[str, str, Wrap], ...] = (
     (DDP, "DistributedDataParallel._pre_forward", _pre_forward),
     (DDP, "DistributedDataParallel._post_forward", _post_forward),
     (DDP, "DistributedDataParallel.register_comm_hook", _register_comm_hook),
     ("torch", "compile", _compile),
+    ("torch.optim.optimizer", "Optimizer.__init__", _new_optimizer),
     ("torch.autograd", "backward", _backward),
     ("torch.utils.data.dataloader", "_BaseDataLoaderIter.__next__", _next),
     ("torch.amp.grad_scaler", "GradScaler.scale", _scale),
+    ("torch.amp.grad_scaler", "GradScaler.unscale_", _gradients),
     ("torch.amp.grad_scaler", "GradScaler.step", _scaler_step),
+    *((module, name, _gradients) for module in CLIPPING for name in ("clip_grad_norm_", "clip_grad_value_")),
 )
 LATER_PATCHES: tuple[tuple[str, str, Wrap], ...] = (
+    ("torch._dynamo.eval_frame", "OptimizedModule.__call__", _compiled_call),
+    (FSDP1, "FullyShardedDataParallel.clip_grad_norm_", _gradients),
     (FSDP1, "_root_pre_forward", _flat_pre_forward),
     (FSDP1, "_post_forward", _flat_post_forward),
     (FSDP2, "FSDPState._root_pre_forward", _root_pre_forward),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -17,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer.contract.record import EventWriter
-from trainer.telemetry.clocks import is_capturing
 from trainer.telemetry.collectives.collective_meter import CollectiveMeter
 from trainer.telemetry.comm_hook import CommHook
 from trainer.telemetry.instrument.closures import with_closure
 from trainer.telemetry.instrument.fetched_batches import BatchSize, FetchedBatches, plus, size_of
 from trainer.telemetry.instrument.followed_models import FollowedModels
-from trainer.telemetry.instrument.model_parallel import ModelParallelism, is_training
-from trainer.telemetry.instrument.not_measured import not_measured, what_is_missing
+from trainer.telemetry.instrument.guarded import guarded
+from trainer.telemetry.instrument.model_parallel import ModelParallelism, is_trained, is_training, is_wrapped
+from trainer.telemetry.instrument.not_measured import not_measured, print_line, what_is_missing
 from trainer.telemetry.instrument.optimizer_cycle import OptimizerCycle
 from trainer.telemetry.instrument.outermost_calls import OutermostCalls
 from trainer.telemetry.instrument.script_losses import StepLosses, is_made_of, newest_number
@@ -32,31 +30,9 @@ from trainer.telemetry.step_meter import Phase
 from trainer.telemetry.step_tracker import StepTracker
 from trainer.telemetry.torch_compile import CompilationReport
 
-R = TypeVar("R")
 UNSEEN_AFTER = 100
 """Backward passes without any optimizer's step, or such steps without a backward pass, after which the record says so;
 a script that accumulates over more of them is measured from its first step on."""
-
-
-def _guarded(method: Callable[..., R]) -> Callable[..., R | None]:
-    """Call a method only in the thread that trains; the first fault in it ends the measuring, not the training.
-
-    While a GPU's work is captured into a graph nothing is measured: what is recorded then becomes a part of the graph.
-    """
-
-    @functools.wraps(method)
-    def guarded(self: Recording, *arguments: Any, **named: Any) -> R | None:
-        if not self.on or (self.thread is not None and self.thread != threading.get_ident()):
-            return None
-        try:
-            return None if is_capturing() else method(self, *arguments, **named)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the script's training goes on
-            self.fail(error)
-            return None
-
-    # torch.compile calls it instead of tracing into it; torch.compiler.disable would import the compiler for that.
-    guarded._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return guarded
 
 
 class Recording:
@@ -108,6 +84,8 @@ class Recording:
         self._stepping: Optimizer | None = None
         """The optimizer in whose step the script is."""
         self._in_backward = False
+        self._after_backward = False
+        """Whether neither gradients nor parameters were changed since the last backward pass."""
         self._ends_after_backward: Optimizer | None = None
         """The optimizer that has stepped within the backward pass and ended the iteration."""
         self._backwards = 0
@@ -142,7 +120,7 @@ class Recording:
         missing, measured = what_is_missing(optimizer_steps=self.optimizer_steps, backward=self._tracker is not None)
         unmeasured = "no further step" if self.steps else "nothing of this training"
         message = f"{missing}, so {unmeasured} is measured; {measured}"
-        _print_line(message)
+        print_line(message)
         self._open_record()
         self._writer.write(not_measured(self._rank, message))
 
@@ -161,7 +139,7 @@ class Recording:
             self.on = False
             self._calls.stop()
             self.collectives.close()
-            _print_line(f"this training is no longer measured: {type(error).__name__}: {error}")
+            print_line(f"this training is no longer measured: {type(error).__name__}: {error}")
 
     def _forget(self) -> None:
         """Measure nothing in a forked process, such as a data loading process."""
@@ -172,7 +150,13 @@ class Recording:
 
     # ------------------------------------------------------------------------------------------ forward, backward
 
-    @_guarded
+    @guarded
+    def await_training(self) -> None:
+        """Await the first call of a module, because an optimizer is made, so that the first step is measured whole."""
+        if self._tracker is None:
+            self._calls.await_next()
+
+    @guarded
     def begin_forward(
         self,
         model: nn.Module,
@@ -201,12 +185,12 @@ class Recording:
         if len(self._wrapped) == 1:
             self._count(tracker, model, arguments, named)
 
-    @_guarded
+    @guarded
     def note_sharding(self, state: Any) -> None:
         """Note over which mesh dimensions FSDP2 shards the parameters, by the state of its root."""
         self._parallelism.note_sharding(state)
 
-    @_guarded
+    @guarded
     def end_forward(self, model: nn.Module, output: Any) -> None:
         tracker = self._tracker
         if tracker is None or tracker.open_phase != "forward" or self._in_backward or not is_training(model):
@@ -218,31 +202,40 @@ class Recording:
         if isinstance(model, DistributedDataParallel):
             tracker.synchronises |= bool(model.require_backward_grad_sync)
 
-    @_guarded
+    @guarded
     def _begin_bare(self, module: nn.Module) -> bool:
         """Begin the forward pass of a module without a wrapper; return whether it is the awaited one."""
         tracker = self._tracker
-        if tracker is None or self._in_backward or tracker.open_phase == "data":
+        if self._in_backward or (tracker is not None and tracker.open_phase == "data"):
             return False
         if not (torch.is_grad_enabled() and module.training):
-            if self._bare.get(module) and not module.training:
+            if tracker is not None and self._bare.get(module) and not module.training:
                 tracker.mark_evaluation()
             return False
         trained = self._bare.get(module)
         if trained is None:
-            trained = self._bare[module] = any(parameter.requires_grad for parameter in module.parameters())
-        if trained:
+            trained = self._bare[module] = is_trained(module) and not is_wrapped(module)
+        if trained and tracker is None:
+            tracker = self._begin(next(parameter.device for parameter in module.parameters()))
+        if trained and tracker is not None:
             # What lies between a batch's arrival and the call is the script's own code.
             phase = "other" if tracker.open_phase == "forward" else self._open_phase(tracker)
             tracker.mark(phase, then="forward")
             tracker.epoch += self._batches.train()
         return trained
 
-    @_guarded
+    @guarded
     def _end_bare(self, module: nn.Module, arguments: Sequence[Any], named: Mapping[str, Any], output: Any) -> None:
         self.end_forward(module, output)
         if self._tracker is not None and list(self._bare.values()).count(True) == 1:
             self._count(self._tracker, module, arguments, named)
+        else:
+            self._misses_calls = True
+
+    @guarded
+    def begin_compiled(self, module: nn.Module) -> bool:
+        """Begin the forward pass of a compiled module without a wrapper; return whether it is the awaited one."""
+        return self._tracker is not None and not self._wrapped and self._calls.begins_with(module)
 
     def _count(
         self, tracker: StepTracker, model: nn.Module, arguments: Sequence[Any], named: Mapping[str, Any]
@@ -252,7 +245,7 @@ class Recording:
         size = size_of(first if type(first) is Tensor else [named, arguments])
         tracker.samples, tracker.tokens = plus((tracker.samples, tracker.tokens), size)
 
-    @_guarded
+    @guarded
     def begin_backward(self, outputs: Any) -> bool:
         """Return whether the backward pass is measured: one within another is not."""
         if self._in_backward:
@@ -274,7 +267,7 @@ class Recording:
             tracker.grad_scale = scale
         return True
 
-    @_guarded
+    @guarded
     def end_backward(self, *, passed: bool = True) -> None:
         """Without ``passed`` it raised an exception."""
         self._in_backward = False
@@ -287,6 +280,7 @@ class Recording:
         else:
             self._losses.remove_last()
         self._tracker.mark("backward", then="optimizer")
+        self._after_backward = self._stepping is None
         if self._ends_after_backward is not None:
             optimizer, self._ends_after_backward = self._ends_after_backward, None
             self._end(self._tracker, optimizer)
@@ -296,13 +290,21 @@ class Recording:
         """Await no calls from here on: torch.compile would trace what awaits them."""
         self._calls.stop()
 
-    @_guarded
+    @guarded
     def scale(self, scaled: Any, loss: Any, scale: Any) -> None:
         self._losses.scale(scaled, loss, scale)
 
     # ------------------------------------------------------------------------------------------ optimizer
 
-    @_guarded
+    @guarded
+    def begin_gradients(self) -> None:
+        """Begin to clip or unscale gradients, or the optimizer's step: before that a script may have read its data."""
+        tracker = self._tracker
+        if tracker is not None and self._after_backward and tracker.open_phase == "optimizer" and not tracker.evaluated:
+            tracker.mark("other", then="optimizer")
+        self._after_backward = False
+
+    @guarded
     def begin_optimizer(
         self, optimizer: Optimizer, arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -322,9 +324,11 @@ class Recording:
             tracker.stepping = True
             if tracker.evaluated or tracker.open_phase != "optimizer":
                 tracker.mark(then="optimizer")
+            else:
+                self.begin_gradients()
         return with_closure(optimizer, arguments, named, self._end_closure)
 
-    @_guarded
+    @guarded
     def _end_closure(self) -> None:
         tracker, first = self._tracker, self._losses.end_closure()
         if tracker is not None and first:
@@ -332,7 +336,7 @@ class Recording:
         elif tracker is not None:
             tracker.samples, tracker.tokens = self._closure_size
 
-    @_guarded
+    @guarded
     def end_optimizer(self, optimizer: Optimizer) -> None:
         if self._stepping is not optimizer:
             return
@@ -353,14 +357,14 @@ class Recording:
         elif role == "extends" and not self._in_backward:
             self._discard(self._tracker)
 
-    @_guarded
+    @guarded
     def skip_optimizer(self, optimizer: Optimizer) -> None:
         if self._tracker is not None and self._cycle.ends_with(optimizer):
             self._discard(self._tracker)
 
     # ------------------------------------------------------------------------------------------ data
 
-    @_guarded
+    @guarded
     def begin_data(self, iterator: Any) -> bool:
         """Return whether the wait for a batch of a DataLoader's iterator is measured."""
         tracker = self._tracker
@@ -374,7 +378,7 @@ class Recording:
         tracker.mark(self._open_phase(tracker), then="data")
         return True
 
-    @_guarded
+    @guarded
     def end_data(self, iterator: Any, batch: Any) -> None:
         if self._tracker is None:
             return
@@ -382,7 +386,7 @@ class Recording:
         self._batches.add(iterator, None if len(self._wrapped) == 1 else batch)
         self._calls.await_next()
 
-    @_guarded
+    @guarded
     def end_epoch(self, iterator: Any) -> None:
         if self._tracker is None:
             return
@@ -444,7 +448,3 @@ class Recording:
         self._losses.clear()
         self._batches.size = (0, None)
         self._misses_calls = False
-
-
-def _print_line(line: str) -> None:
-    print(f"gputrain: {line}", file=sys.stderr)
