@@ -1,25 +1,56 @@
 """A model that does not fit a rank's memory: DDP ends with a message, ``--strategy fsdp`` trains it.
 
-The limit is RLIMIT_DATA of each rank, from the building of its model on: with that of a cgroup the kernel would kill
-the rank in place of the message.
+The limit is RLIMIT_DATA of each rank, from the building of its model on, and once that of a cgroup, where the kernel
+ends a rank.
 """
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_log import newest
-from trained import TrainingResult, train
+from trained import ENVIRON, TrainingResult, train
+from waiting import LIMIT_S, until
 
 from trainer.contract.errors import ExitCode
+from trainer.host.proc_files import CGROUP
 
 LIMIT_MIB = 140
 """DDP takes 175: four times the model's 25, and 70 for all else. Two ranks that divide the model take 105."""
 TASK = f"{Path(__file__).parents[1] / 'support/limited_lm.py'}:LimitedLm"
 WIDTHS = {"single": 256, "double": 160}
 """Widths of the models, which take 25 and 20 MiB."""
+GROUP_LIMIT_MIB = 720
+"""Of all processes together, with a model of 55 MiB: two ranks take more than 800 with DDP, 640 with FSDP."""
+
+
+@pytest.fixture
+def limited_group() -> Iterator[Path]:
+    """Return a cgroup with a limit of memory, where this user may make one."""
+    files = ("memory/memory.limit_in_bytes", "memory.max")
+    base, name = next(
+        ((file.parent, file.name) for file in (CGROUP / each for each in files) if file.parent.is_dir()), (CGROUP, "")
+    )
+    group = base / f"gputrain-test-{uuid.uuid4().hex}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"needs to make a cgroup with the controller memory: {error}")
+    try:
+        if not (group / name).is_file():
+            pytest.skip("needs to make a cgroup with the controller memory")
+        (group / name).write_text(str(GROUP_LIMIT_MIB << 20))
+        yield group
+        until(lambda: not (group / "cgroup.procs").read_text(), "the cgroup is empty")
+    finally:
+        group.rmdir()
 
 
 def trained(folder: Path, strategy: str, ranks: int, *words: object, precision: str, limit_mib: int) -> TrainingResult:
@@ -48,7 +79,31 @@ def test_ddp_runs_out_of_memory_with_one_line_that_names_the_other_strategy(tmp_
     assert not list((tmp_path / "run").glob("checkpoints/*.pt"))
 
 
-@pytest.mark.parametrize(("precision", "exact", "worlds"), [("single", 1e-6, (2, 4)), ("double", 1e-12, (3,))])
+def test_in_a_cgroup_ddp_is_ended_with_its_limit_and_the_other_strategy_in_the_message_and_that_trains(
+    tmp_path: Path, limited_group: Path
+) -> None:
+    data = tmp_path / "text.txt"
+    data.write_bytes((bytes(range(32, 122)) * 9)[:584])
+    words = (sys.executable, "-m", "trainer", "--task", "lm", "--data", data, "--valid-fraction", 0, "--context", 16,
+             "--dim", 384, "--layers", 8, "--heads", 2, "--sample-bytes", 0, "--batch-size", 6, "--max-updates", 2,
+             "--cpu", "--threads", 1, "--distributed-world-size", 2)  # fmt: skip
+    for strategy, code, text in (
+        (
+            "ddp",
+            ExitCode.FAILED,
+            f"at the limit of {GROUP_LIMIT_MIB} MiB for the processes of this node; less is taken by",
+        ),
+        ("fsdp", ExitCode.FINISHED, "finished: max_updates 2 reached"),
+    ):
+        command = shlex.join(map(str, (*words, "--run-dir", tmp_path / strategy, "--strategy", strategy)))
+        joins = f"echo $$ > {limited_group}/cgroup.procs && exec {command}"
+        done = subprocess.run(["sh", "-c", joins], capture_output=True, text=True, timeout=LIMIT_S, env=ENVIRON)
+        assert done.returncode == code, done.stderr
+        assert text in done.stdout + done.stderr
+        assert ("--strategy fsdp, which divides the model" in done.stderr) == (strategy == "ddp")
+
+
+@pytest.mark.parametrize(("precision", "exact", "worlds"), [("single", 1e-6, (2, 3, 4)), ("double", 1e-12, (3,))])
 def test_other_ranks_under_the_limit_go_on_and_end_where_ddp_without_it_does(
     tmp_path: Path, precision: str, exact: float, worlds: tuple[int, ...]
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from checkpoint_log import newest
 from gloo_group import Processes, Raised
 from tiny_task import TaskWithTest, TinyOptions
@@ -269,6 +270,10 @@ def test_without_a_test_split_of_a_user_s_task_its_validation_is_evaluated(
     [
         ({"eval_only": "{folder}/none.pt"}, "{folder}/none.pt: cannot be read (No such file or directory)"),
         ({"eval_only": "{folder}/empty"}, "--eval-only {folder}/empty: the folder holds no checkpoint"),
+        (
+            {"eval_only": "{folder}/dcp"},
+            "--eval-only {folder}/dcp: the folder holds no checkpoint; torch.distributed.checkpoint wrote it",
+        ),
         ({"eval_only": "{best}", "resume": "{best}"}, "--eval-only does not train, and --resume does: leave one"),
         ({"eval_only": "{best}", "task": "other"}, "{best} is of task 'tested', but this run trains 'other'"),
     ],
@@ -281,6 +286,7 @@ def test_a_wrong_eval_only_is_refused_in_one_line(
     message: str,
 ) -> None:
     (tmp_path / "empty").mkdir()
+    torch.distributed.checkpoint.save({"step": torch.zeros(())}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     places = {"folder": tmp_path, "best": trained[1] / "best.pt"}
     refused = on_ranks_in_folder(evaluate, {name: text.format(**places) for name, text in options.items()})
     assert isinstance(refused, Raised), refused

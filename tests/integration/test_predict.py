@@ -83,6 +83,7 @@ def test_lines_and_objects_give_equal_predictions_and_those_of_the_exported_weig
         (b"{\"text\": \"a\"}\n{\"txt\": 1}\n", ["--batch=1"], 1,
          "standard input, line 2: there is no column 'text'; its columns are 'txt'"),
         (b"good\n\xff\n", [], 0, "standard input, line 2: is no UTF-8"),
+        (b"sentence\tlabel\ngood\t1\n", [], 0, "standard input, line 1: the text has a tab"),
         (b"{\"text\": \"a\"}\nplain\n", [], 0, "standard input, line 2: is no JSON object like the first line"),
         (b"", ["--input=none"], 0, "--input none: does not exist"),
         (b"", ["--run=other"], 0, "it is a checkpoint of some-run, not of other"),

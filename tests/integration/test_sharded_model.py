@@ -145,6 +145,7 @@ def test_a_checkpoint_is_the_one_that_ddp_writes(two: Gang, tmp_path: Path) -> N
 REFUSED = {
     "returned blocks, a ModuleList, which is never called": {"fault": "list"},
     "shard_modules() returned at 0 a Linear that is no module of the model": {"fault": "foreign"},
+    "shard_modules() returned a int, but must return a list of modules": {"fault": "number"},
     "scale is a single number and cannot be divided": {"fault": "scalar"},
     "are of one block and differ in dtype": {"fault": "mixed", "double": False},
     "blocks.0.outer.weight is shared between a block and a module outside of it": {"fault": "shared"},

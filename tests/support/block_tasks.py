@@ -99,6 +99,8 @@ class BlockTask(Task):
                 return [model.blocks]  # type: ignore[list-item]
             case "foreign":
                 return [nn.Linear(1, 1)]
+            case "number":
+                return 3  # type: ignore[return-value]
             case "shared" | "unused":
                 return list(model.blocks)  # type: ignore[arg-type]
         return ()

@@ -14,6 +14,7 @@ from trainer.agent.rank_failure import last_error
 from trainer.agent.shutdown import Shutdown
 from trainer.agent.worker_process import WorkerProcess
 from trainer.contract.errors import ExitCode
+from trainer.contract.option_rules import less_memory
 from trainer.contract.outcome import NodeOutcome, exit_code_of, is_lost_peer, lost_peer_text, root_cause, signal_name
 from trainer.contract.record import AnyEvent, EventWriter, Failure, RankState, RunDir, decode_events
 from trainer.contract.record.regular_file import read_tail
@@ -86,6 +87,8 @@ class FailureAttribution:
         message = f"the process was ended by {signal_name(-rank.exit_code)}"
         kind, sender = self._kill_cause(-rank.exit_code)
         message += sender or (error and f": {lost_peer_text(error)}")
+        if kind == "out_of_memory" and rank.assignment.spec is not None:
+            message += less_memory(rank.assignment.spec.training, rank.assignment.world_size)
         # NCCL's watchdog ends a process whose collective took too long.
         if rank.assignment.run_dir is not None:
             collectives = RunDir(rank.assignment.run_dir).rank_collectives(rank.assignment.rank)

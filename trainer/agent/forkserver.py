@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import select
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
@@ -23,6 +24,8 @@ PRELOADED = ("trainer.agent.preload_first", "trainer.agent.preload_torch")
 """Modules that the server of tasks imports before it forks."""
 FORK_SAFE = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Environment in which importing torch starts no thread and does not initialise CUDA: neither survives a fork."""
+NO_LEAK_WARNING = "ignore:resource_tracker:UserWarning"
+"""Option of the interpreter of the resource tracker, which removes what a killed process has left."""
 SERVER_OF = "GPUTRAIN_FORK_SERVER_OF"
 """Environment variable with the pid of the server's node agent; ``trainer.agent.preload_first`` reads it."""
 
@@ -44,7 +47,9 @@ def start(preloaded: Sequence[str]) -> BaseContext:
     # mask; in this process such signals stay pending until the mask is restored.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SAVE_SIGNALS)
     try:
+        sys.warnoptions.append(NO_LEAK_WARNING)  # beside a rank's one line about its end, such as without a compiler
         resource_tracker.ensure_running()  # it ignores SIGINT and SIGTERM itself, and unblocks them in this process
+        sys.warnoptions.remove(NO_LEAK_WARNING)
         signal.pthread_sigmask(signal.SIG_BLOCK, SAVE_SIGNALS)
         with environment({SERVER_OF: str(os.getpid())} | FORK_SAFE):
             _ensure_running()

@@ -103,7 +103,9 @@ def open_checkpoint(
     if newest is not None:
         return *newest, passed_over
     if not passed_over:
-        raise RequestError(f"{flag} {path}: the folder holds no checkpoint{f' of {run}' if run else ''}")
+        of_torch = "; torch.distributed.checkpoint wrote it, whose folders are not read"
+        other = of_torch if (path / ".metadata").is_file() else ""
+        raise RequestError(f"{flag} {path}: the folder holds no checkpoint{f' of {run}' if run else ''}{other}")
     first, *others = (line.removeprefix("skipped: ") for line in passed_over)
     more = f" (and {len(others)} more)" if others else ""
     raise RequestError(f"{flag} {path}: the folder holds no intact checkpoint: {first}{more}")

@@ -350,3 +350,11 @@ def _last_lr(options: Training) -> float:
         case "inverse_sqrt":
             return math.ulp(0.0)  # it falls to any rate above 0, and never to 0
     return options.lr[-1]
+
+
+def less_memory(options: Training, world_size: int) -> str:
+    """Return the end of a message: the options by which a training takes less memory; empty if it has taken them."""
+    ways = [] if options.batch_size in ((1,), "balanced") else ["a smaller --batch-size with a larger --update-freq"]
+    if options.strategy == "ddp" and world_size > 1:
+        ways.append("--strategy fsdp, which divides the model among the ranks")
+    return f"; less is taken by {', or '.join(ways)}" if ways else ""

@@ -44,12 +44,12 @@ class WeightAverage:
         for average, weight in zip(self._average, self._weights, strict=True):
             average.copy_(weight.detach())
 
-    @torch.no_grad()
     def update(self, step: int) -> None:
         """Take the weights after update ``step``, from 1, into the average."""
         if self.enabled:
-            average, weights = self._values()
-            torch._foreach_lerp_(average, weights, 1.0 - self._decay if step > self._start else 1.0)
+            with torch.no_grad():  # no decorator: without an average, it would be most of the call
+                average, weights = self._values()
+                torch._foreach_lerp_(average, weights, 1.0 - self._decay if step > self._start else 1.0)
 
     @torch.no_grad()
     def swap(self) -> None:

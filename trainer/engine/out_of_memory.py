@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from trainer.contract.errors import TrainingError
-from trainer.contract.options import Training
 from trainer.data.loader import MicroBatch
 
 
@@ -30,14 +29,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )
-
-
-def less_memory(options: Training, world_size: int) -> str:
-    """Return the end of a message: the options by which a training takes less memory; empty if it has taken them."""
-    ways = [] if options.batch_size in ((1,), "balanced") else ["a smaller --batch-size with a larger --update-freq"]
-    if options.strategy == "ddp" and world_size > 1:
-        ways.append("--strategy fsdp, which divides the model among the ranks")
-    return f"; less is taken by {', or '.join(ways)}" if ways else ""
 
 
 def shapes(batch: Any) -> str:

@@ -11,7 +11,7 @@ checkpoints, since not even rank 0 may have memory for all of them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -261,7 +261,10 @@ def blocks_of(task: Task, model: nn.Module) -> list[nn.Module]:
         RequestError: there are none, or the hook returns something else; one line that names its class.
     """
     where = f"{type(task).__name__}.shard_modules()"
-    named = list(task.shard_modules(model))
+    returned = task.shard_modules(model)
+    if not isinstance(returned, Iterable):
+        raise RequestError(f"{where} returned a {type(returned).__name__}, but must return a list of modules")
+    named = list(returned)
     known = {id(module): name for name, module in model.named_modules()}
     for index, module in enumerate(named):
         if not isinstance(module, nn.Module) or id(module) not in known:

@@ -29,6 +29,7 @@ from trainer.contract.errors import (
     printable_lines,
 )
 from trainer.contract.fairseq_flags import remove_fairseq_flags
+from trainer.contract.option_rules import less_memory
 from trainer.contract.options import Training, TrainingSpec
 from trainer.contract.outcome import NO_UPDATE_LEFT, exit_code_of, is_lost_peer, lost_peer_text
 from trainer.contract.record import EventWriter, Failure, RankStateName, RunDir, recorded_checkpoints
@@ -42,7 +43,7 @@ from trainer.engine.compared_options import task_request, training_request
 from trainer.engine.end_conditions import TrainingOutcome
 from trainer.engine.loop import Loop
 from trainer.engine.non_finite import NonFiniteError
-from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory, less_memory
+from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory
 from trainer.engine.starting_point import StartingPoint, open_start
 from trainer.engine.task_state import TASK_STATE
 from trainer.engine.worker_context import WorkerContext

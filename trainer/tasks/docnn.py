@@ -171,10 +171,21 @@ class DocNNTask(Classifier):
 
     def predict(self, model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Return the label of each ``text`` and the probability of every label."""
-        texts = [torch.tensor(self._vocabulary.indices(str(row["text"])) or [PAD]) for row in rows]
+        texts = [torch.tensor(self._vocabulary.indices(_text_of(row)) or [PAD]) for row in rows]
         words = pad_sequence(texts, batch_first=True, padding_value=PAD)
         logits = model(words.to(next(model.parameters()).device))
         return class_predictions(logits, list(self._vocabulary.labels), "label")
+
+
+def _text_of(row: Mapping[str, Any]) -> str:
+    """Return the text of an input; refuse the line of a table, whose label and header would count as words."""
+    text = str(row["text"])
+    if "\t" in text:
+        raise RequestError(
+            f"{getattr(row, 'where', 'a row')}: the text has a tab, as a line of several columns: give the column of "
+            "texts alone, such as by cut -f1, or JSON objects with text"
+        )
+    return text
 
 
 def split_words(text: str) -> list[str]:
