@@ -29,6 +29,8 @@ class StepBlocks:
         """Steps of a block."""
         self._blocks: dict[int, dict[int, Totals]] = {}
         """By number of the block, by rank."""
+        self.last_step = 0
+        """Last step of all events."""
 
     def apply(self, event: Step) -> None:
         """Add a step event; one that covers steps of several blocks is divided among them.
@@ -37,6 +39,7 @@ class StepBlocks:
 
         Steps that a restart repeats count twice, as their time was spent twice.
         """
+        self.last_step = max(self.last_step, event.step)
         while event.steps > MIN_BLOCKS * self.length:
             self._join()
         first, last = (event.step - event.steps) // self.length, (event.step - 1) // self.length
@@ -68,11 +71,6 @@ class StepBlocks:
         self.length *= 2
         self._blocks = joined
 
-    @property
-    def last_step(self) -> int:
-        """Last step that the blocks may hold."""
-        return (max(self._blocks) + 1) * self.length if self._blocks else 0
-
     def amount(self, of: Callable[[Sequence[Totals]], float]) -> float:
         """Return the sum of an amount over all blocks."""
         return sum(of(list(sums.values())) for sums in self._blocks.values())
@@ -89,7 +87,8 @@ class StepBlocks:
     def numbered(self) -> Iterator[tuple[int, int, Sequence[Totals]]]:
         """Yield first and last step of each block with the sums of its ranks, in order."""
         for number in sorted(self._blocks):
-            yield number * self.length + 1, (number + 1) * self.length, list(self._blocks[number].values())
+            last = min((number + 1) * self.length, self.last_step)
+            yield number * self.length + 1, last, list(self._blocks[number].values())
 
     def after_warm_up(self) -> list[Sequence[Totals]]:
         """Return the sums of the ranks in each block, in order, without the first tenth of the blocks, at least one.

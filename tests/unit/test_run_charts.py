@@ -70,3 +70,14 @@ def test_the_data_cannot_end_its_element(tmp_path: Path) -> None:
     assert "<" not in text
     assert "\u2028" not in text
     assert json.loads(text)["report"]["recipe"] == "</script><b>\u2028"
+
+
+def test_the_blocks_of_a_run_end_with_its_last_step() -> None:
+    blocks = StepBlocks()
+    for step in range(1, 351):
+        blocks.apply(Step(time=float(step), rank=0, step=step, epoch=1, steps=1, samples=4, loss=2.0))
+    assert blocks.length == 4
+    assert blocks.last_step == 350
+    assert [(first, last) for first, last, _ in blocks.numbered()][-2:] == [(345, 348), (349, 350)]
+    assert blocks.step_after(4 * 350, lambda sums: sum(each.samples for each in sums)) == 350
+    assert not blocks.around(351)
