@@ -9,7 +9,7 @@ from gputrain_tui import paths
 from gputrain_tui.commands.shared_flags import RUN_HELP
 from gputrain_tui.history.run_folders import find
 from gputrain_tui.output import print_message
-from gputrain_tui.report.page_server import LOOPBACK, PageServer
+from gputrain_tui.report.page_server import LOOPBACK, OWN, PageServer
 from trainer.contract.errors import ExitCode
 
 DEFAULT_PORT = 8686
@@ -32,8 +32,8 @@ def run(args: Namespace) -> int:
     outside = {} if chosen is None or chosen.dir.path.parent == paths.runs_folder() else {chosen.id: chosen}
     with PageServer(args.host, args.port, named=outside) as server:
         path = "/" if chosen is None else f"/run/{quote(chosen.id)}"
-        if args.host not in ("localhost", LOOPBACK):
+        if args.host not in OWN:
             print_message(f"others reach {args.host} without encryption: who reads the address below reads the runs")
-        print(f"http://{args.host}:{server.port}{path}?token={server.token}", flush=True)
+        print(f"http://{server.named_host}:{server.port}{path}?token={server.token}", flush=True)
         server.serve_forever(poll_interval=0.2)
     return ExitCode.FINISHED

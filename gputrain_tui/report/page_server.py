@@ -37,6 +37,8 @@ from trainer.contract.record.regular_file import read_tail
 from trainer.host.ports import is_port_free
 
 LOOPBACK = "127.0.0.1"
+OWN = ("localhost", LOOPBACK, "::1")
+"""Addresses that only this machine reaches."""
 MAX_CONNECTIONS = 100
 """Connections at once; more are refused with 503."""
 REQUEST_TIMEOUT_S = 10.0
@@ -72,6 +74,9 @@ class PageServer(ThreadingHTTPServer):
         self.pages = LivePages()
         if not host:  # the socket would take it for all addresses of this machine
             raise RequestError("--host is empty; name an address of this machine, or 0.0.0.0 for all")
+        self.named_host = f"[{host}]" if ":" in host else host
+        """The host as it stands in an address."""
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), PageRequest)
         except OSError as error:
@@ -83,8 +88,8 @@ class PageServer(ThreadingHTTPServer):
             raise RequestError(f"--host {quoted(host)} is no name or address of a host") from None
         except OverflowError:
             raise RequestError(f"--port is {port}; it is 0 to 65535") from None
-        self.hosts = {"localhost", LOOPBACK, "[::1]", host, socket.gethostname()}
-        if host not in ("localhost", LOOPBACK):
+        self.hosts = {"localhost", LOOPBACK, "[::1]", self.named_host, socket.gethostname()}
+        if host not in OWN:
             addresses = [each.address for of in psutil.net_if_addrs().values() for each in of]
             self.hosts |= {f"[{each}]" if ":" in each else each for each in addresses}
 

@@ -102,6 +102,24 @@ def test_the_token_opens_the_pages_and_becomes_a_cookie(site: Site) -> None:
     assert site.headers["content-security-policy"].startswith("default-src 'none'")
 
 
+def test_an_ipv6_address_is_served_in_brackets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))
+    try:
+        server = PageServer("::1", 0)
+    except RequestError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    with server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        for host, status in ((f"{server.named_host}:{server.port}", 303), ("[::2]", 403)):
+            connection = http.client.HTTPConnection("::1", server.port, timeout=LIMIT_S)
+            connection.request("GET", f"/?token={server.token}", headers={"Host": host})
+            assert connection.getresponse().status == status
+            connection.close()
+        server.shutdown()
+        thread.join()
+
+
 @pytest.mark.parametrize("path", ["/%2Fevil.example", "/%2F%2Fevil.example/x", "/%5C%2Fevil.example"])
 def test_the_token_leads_to_no_other_site(site: Site, path: str) -> None:
     assert site.get(f"{path}?token={site.server.token}", cookie=False)[0] == 303
