@@ -43,6 +43,7 @@ def run(tmp_path: Path, name: str, *settings: str) -> dict[str, Any]:
     return next(entry for entry in json.loads(listed.stdout) if entry["recipe"] == name)
 
 
+@pytest.mark.timing
 def test_a_slower_rank_is_named_with_a_step_time_that_its_advice_then_brings(tmp_path: Path) -> None:
     equal = run(tmp_path, "equal")
     (found,) = [finding for finding in equal["findings"] if finding["kind"] == "uneven_speeds"]
