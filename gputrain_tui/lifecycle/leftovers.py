@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from trainer.host.process_identity import is_alive, unmarked_processes
-from trainer.host.processes import RUN, STANDBY, SUPERVISOR, ancestors, is_same_directory, pids, run_of
+from trainer.host.processes import RUN, SUCCESSOR, SUPERVISOR, ancestors, is_same_directory, pids, run_of
 
 
 def processes_of(run_dir: Path) -> list[int]:
@@ -27,10 +27,10 @@ def supervisors_of(run_dir: Path) -> list[int]:
     return sorted(pid for pid, path in _processes_with([SUPERVISOR]) if is_same_directory(path, str(run_dir)))
 
 
-def dismiss_standbys(run_dir: Path) -> None:
+def dismiss_successors(run_dir: Path) -> None:
     """End the processes that would take over from a supervisor of the run, which is about to be killed."""
-    for pid, path in _processes_with([STANDBY]):
-        descriptor = open_process(pid, run_dir, STANDBY) if is_same_directory(path, str(run_dir)) else None
+    for pid, path in _processes_with([SUCCESSOR]):
+        descriptor = open_process(pid, run_dir, SUCCESSOR) if is_same_directory(path, str(run_dir)) else None
         if descriptor is not None:
             with suppress(OSError):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)

@@ -16,7 +16,13 @@ from gputrain_tui.history.run_folders import Run, find, open_run
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle import attempt_outcome, launchers
 from gputrain_tui.lifecycle.directory_watch import await_end, supervisor_beats, write_stop_file
-from gputrain_tui.lifecycle.leftovers import dismiss_standbys, kill_processes, living_runs, open_process, supervisors_of
+from gputrain_tui.lifecycle.leftovers import (
+    dismiss_successors,
+    kill_processes,
+    living_runs,
+    open_process,
+    supervisors_of,
+)
 from gputrain_tui.lifecycle.remote_nodes import attempt_folders
 from gputrain_tui.lifecycle.supervisor_process import adopt
 from gputrain_tui.plan.planner import stop_grace
@@ -209,7 +215,7 @@ def _end_supervisor(run_dir: Path, pid: int, descriptor: int, patience_s: float,
             signal.pidfd_send_signal(descriptor, number)
         if waiter.poll(HELD_S * 1000) or (not is_held(pid) and waiter.poll(patience_s * 1000)):
             return True
-        dismiss_standbys(run_dir)
+        dismiss_successors(run_dir)
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     waiter.poll(SUPERVISOR_EXIT_S * 1000)
     return False

@@ -40,7 +40,7 @@ from gputrain_tui.lifecycle.network_watch import NetworkWatch
 from gputrain_tui.lifecycle.node_process import NodeProcess
 from gputrain_tui.lifecycle.record_gap_watch import RecordGaps
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
-from gputrain_tui.lifecycle.standby import SUCCESSOR_DELAY_S, Standby
+from gputrain_tui.lifecycle.successor import SUCCESSOR_DELAY_S, Successor
 from gputrain_tui.plan.planner import Plan, stop_grace
 from trainer.contract.errors import ExitCode, RequestError, printable
 from trainer.contract.outcome import SAVE_TIMEOUT_S, answer_s
@@ -98,9 +98,9 @@ class Supervisor:
         self._silent: set[int] = set()
         """Nodes whose hosts do not answer."""
         self._report: ReportSinks | None = None
-        needs_standby = may_restart and not leased and node_launcher.has_standby
-        self._standby = Standby(
-            run_dir.path, delay_s=(SUCCESSOR_DELAY_S if adopting else 0.0) if needs_standby else math.inf
+        needs_successor = may_restart and not leased and node_launcher.has_successor
+        self._successor = Successor(
+            run_dir.path, delay_s=(SUCCESSOR_DELAY_S if adopting else 0.0) if needs_successor else math.inf
         )
 
     def run(self) -> ExitCode:
@@ -120,7 +120,7 @@ class Supervisor:
             left = self._sweep()
             return self._close(self._launcher.explain(ended, self._plan, self.dir), left)
         finally:
-            self._standby.dismiss()
+            self._successor.dismiss()
 
     def _run_attempts(self) -> AttemptResult:
         if self._adopting:
@@ -224,7 +224,7 @@ class Supervisor:
                 self._launcher.request_stacks(attempt.running.values(), self._directory.stack_request)
                 self._record(silence_findings(self._silent, attempt.running.values(), self._plan))
                 self._follow_report()
-                self._standby.begin_if_due()
+                self._successor.begin_if_due()
             if time.monotonic() >= self._gaps.due:
                 self._record(self._gaps.check())
             if not attempt.stop_level and time.monotonic() >= self._diagnosis.due:
@@ -306,7 +306,7 @@ class Supervisor:
 
     def _sweep(self) -> list[int]:
         """Kill the remaining processes of the run except sinks; return the pids of those that do not end."""
-        keep = self._standby.pids() | (set() if self._report is None else self._report.pids())
+        keep = self._successor.pids() | (set() if self._report is None else self._report.pids())
         left = sorted(
             kill_descendants(run=str(self.dir.path), keep=keep, timeout_s=SWEEP_S, wait=self._stop_request.wait)
         )

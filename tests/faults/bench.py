@@ -99,6 +99,12 @@ class Bench:
     def runs(self) -> list[Run]:
         return list_runs(self.folder / "home" / "runs")
 
+    def train_detached(self, recipe: Path) -> Run:
+        """Start a detached run, and return it once both ranks have done a step."""
+        done = self.call("run", recipe, "--detach")
+        assert done.returncode == 0, done.stderr
+        return self.await_training()
+
     def await_training(self) -> Run:
         """The newest run, once both ranks have done a step."""
         until(self.runs)

@@ -379,8 +379,7 @@ def test_on_finding_tells_a_frozen_rank_of_a_detached_run_once_whoever_supervise
     recipe = bench.recipe(FOR_EVER)
     show = "echo $GPUTRAIN_FINDING_KIND $GPUTRAIN_FINDING_STATE $GPUTRAIN_FINDING_RANK"
     recipe.write_text(f"{recipe.read_text()}[report]\non_finding = {json.dumps(show)}\n")
-    assert bench.call("run", recipe, "--detach").returncode == 0
-    run = bench.await_training()
+    run = bench.train_detached(recipe)
     first = supervisor_pid(run)
     os.kill(first, signal.SIGKILL)  # the second one takes over by itself
     until(lambda: supervisor_pid(run) != first)

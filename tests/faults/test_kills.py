@@ -57,8 +57,8 @@ def test_a_run_whose_supervisor_and_its_successor_are_killed_is_settled_by_the_c
 
 
 def waiting_for(run: Run) -> list[int]:
-    """Return the standbys of a run."""
-    words = ["gputrain_tui.lifecycle.standby", str(run.dir.path)]
+    """Return the successors that wait for the supervisor of a run."""
+    words = ["gputrain_tui.lifecycle.successor", str(run.dir.path)]
     return [each.pid for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [])[-2:] == words]
 
 
@@ -69,8 +69,7 @@ def test_a_killed_supervisor_of_a_detached_run_is_replaced_and_restarts_it(
     recipe = bench.recipe(FOR_EVER)
     restarts = "[cluster]\nmax_restarts = 1\nrestart_wait = 0\n[[cluster.nodes]]"
     recipe.write_text(recipe.read_text().replace("[[cluster.nodes]]", restarts))
-    assert bench.call("run", recipe, "--detach").returncode == 0
-    run = bench.await_training()
+    run = bench.train_detached(recipe)
     first = supervisor_pid(run)
     until(lambda: waiting_for(run))
     os.kill(first, signal.SIGKILL)
@@ -87,9 +86,8 @@ def test_a_killed_supervisor_of_a_detached_run_is_replaced_and_restarts_it(
     assert leftovers.processes_of(run.dir.path) == []
 
 
-def test_a_standby_ends_with_its_run(bench: Bench) -> None:
-    assert bench.call("run", bench.recipe(FOR_EVER), "--detach").returncode == 0
-    run = bench.await_training()
+def test_a_successor_that_waits_ends_with_its_run(bench: Bench) -> None:
+    run = bench.train_detached(bench.recipe(FOR_EVER))
     until(lambda: waiting_for(run))
     assert bench.call("stop", run.id).returncode == 0
     assert waiting_for(run) == []

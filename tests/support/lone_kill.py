@@ -1,4 +1,4 @@
-"""Kills a supervisor together with its standby, as the end of all processes of a user does."""
+"""Kills a supervisor together with its successor, as the end of all processes of a user does."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import psutil
 
 
 def kill_without_successor(supervisor: int) -> None:
-    os.kill(supervisor, signal.SIGSTOP)  # so that it starts no standby meanwhile
+    os.kill(supervisor, signal.SIGSTOP)  # so that it starts no successor meanwhile
     for child in psutil.Process(supervisor).children():
-        if "gputrain_tui.lifecycle.standby" in child.cmdline():
+        if "gputrain_tui.lifecycle.successor" in child.cmdline():
             child.kill()
     os.kill(supervisor, signal.SIGKILL)

@@ -89,7 +89,7 @@ class Launcher(ABC):
 
     # --- in the supervisor --------------------------------------------------------------------------------------
 
-    has_standby = True
+    has_successor = True
     """Whether the supervisor of a detached run is replaced when it is killed."""
 
     @property

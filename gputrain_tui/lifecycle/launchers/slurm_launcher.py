@@ -133,7 +133,7 @@ class SlurmLauncher(LocalLauncher):
     """Launcher of nodes as steps of this process's job, which it submits if there is none."""
 
     adopted_as = AdoptedStep
-    has_standby = False  # the job's steps end with the process that started them
+    has_successor = False  # the job's steps end with the process that started them
 
     def __init__(self) -> None:
         self._log_sizes: Mapping[str, int] = {}

@@ -1,6 +1,6 @@
-"""Standby of a detached run: a process that becomes the run's next supervisor if its supervisor is killed.
+"""Successor of a detached run's supervisor: a process that becomes the next supervisor if that one is killed.
 
-``python -m gputrain_tui.lifecycle.standby RUN_DIR``, started by the supervisor. Its standard input, a pipe, ends when
+``python -m gputrain_tui.lifecycle.successor RUN_DIR``, started by the supervisor. Its standard input, a pipe, ends when
 the supervisor has died without dismissing it. It imports little, since it waits as long as the run lasts.
 """
 
@@ -16,16 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from trainer.host.processes import STANDBY, SUPERVISOR
+from trainer.host.processes import SUCCESSOR, SUPERVISOR
 from trainer.host.stop_request import STOP_SIGNALS
 
 SUCCESSOR_DELAY_S = 60.0
-"""Age at which a successor starts a standby of its own: one that is killed sooner is not replaced, so that supervisors
-that cannot live, as where memory is full, do not follow each other without end."""
+"""Age at which a supervisor that has taken over starts a successor of its own: one that is killed sooner is not replaced,
+so that supervisors that cannot live, as where memory is full, do not follow each other without end."""
 
 
-class Standby:
-    """The standby of one supervisor, started when it is due."""
+class Successor:
+    """The successor of one supervisor, started when it is due."""
 
     def __init__(self, run_dir: Path, *, delay_s: float) -> None:
         self._dir = run_dir
@@ -33,19 +33,19 @@ class Standby:
         self._process: subprocess.Popen[bytes] | None = None
 
     def begin_if_due(self) -> None:
-        """Start the process at its time; a run whose standby cannot be started goes on without one."""
+        """Start the process at its time; a run whose successor cannot be started goes on without one."""
         if time.monotonic() < self._due:
             return
         self._due = math.inf
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "gputrain_tui.lifecycle.standby", str(self._dir)],
-                env={**os.environ, STANDBY: str(self._dir)},
+                [sys.executable, "-P", "-m", "gputrain_tui.lifecycle.successor", str(self._dir)],
+                env={**os.environ, SUCCESSOR: str(self._dir)},
                 stdin=subprocess.PIPE,
                 start_new_session=True,
             )
         except OSError as error:
-            print(f"no standby: {error.strerror}", file=sys.stderr, flush=True)
+            print(f"no successor: {error.strerror}", file=sys.stderr, flush=True)
 
     def pids(self) -> set[int]:
         return set() if self._process is None else {self._process.pid}
@@ -67,7 +67,7 @@ def main() -> NoReturn:
     # As the starter of a supervisor does: a stop request stays pending until the supervisor has its handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
-    environ = {name: value for name, value in os.environ.items() if name != STANDBY}
+    environ = {name: value for name, value in os.environ.items() if name != SUCCESSOR}
     command = [sys.executable, "-P", "-m", "gputrain_tui.lifecycle.supervisor", run_dir, "--adopt", "--restart"]
     os.execve(sys.executable, command, {**environ, SUPERVISOR: run_dir})
 
