@@ -20,8 +20,8 @@ from trainer.host.processes import SUCCESSOR, SUPERVISOR
 from trainer.host.stop_request import STOP_SIGNALS
 
 SUCCESSOR_DELAY_S = 60.0
-"""Age at which a supervisor that has taken over starts a successor of its own: one that is killed sooner is not replaced,
-so that supervisors that cannot live, as where memory is full, do not follow each other without end."""
+"""Age at which a supervisor that has taken over starts a successor of its own. One that is killed sooner is not
+replaced: supervisors that cannot live, as where memory is full, must not follow each other without end."""
 
 
 class Successor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,10 @@ NAMES = ("h1", "h2", "h3")
 SCRIPT = Path(__file__).with_name("fault_script.py")
 SAVE_EVERY = 100
 """Steps between two checkpoints."""
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    os.kill(pid, number)
 
 
 @dataclass

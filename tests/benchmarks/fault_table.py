@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
 import shutil
@@ -31,7 +30,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "support"), str(HERE.parent / "cluster")]
 
-from fault_places import NAMES, SAVE_EVERY, Place, Trial, slurm_place, ssh_places, start_run  # noqa: E402
+from fault_places import NAMES, SAVE_EVERY, Place, Trial, kill, slurm_place, ssh_places, start_run  # noqa: E402
 from host_recipe import PAUSE_S, TRAIN, check_epoch, events, is_training  # noqa: E402
 from network_namespaces import wait_until  # noqa: E402
 from torchrun_faults import TORCHRUN_FAULTS, TorchrunFault, TorchrunResult, torchrun_trial  # noqa: E402
@@ -61,10 +60,6 @@ class Fault:
     """Host that stays silent: it ends its ranks by itself, so only what is left there is counted."""
     finishes_on: Sequence[str] = ()
     """Hosts of the ranks on which an epoch is to be finished; the fault then is at a random step of it."""
-
-
-def kill(pid: int, number: int = signal.SIGKILL) -> None:
-    os.kill(pid, number)
 
 
 def supervisor(trial: Trial) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fault_places import SCRIPT
+from fault_places import SCRIPT, kill
 from network_namespaces import NamespaceHost, wait_until
 from ssh_lab import SshLab
 
@@ -71,31 +70,27 @@ class TorchrunResult:
     said: str = ""
 
 
-def _kill(pid: int, number: int = signal.SIGKILL) -> None:
-    os.kill(pid, number)
-
-
 def _cut(job: Job) -> None:
     second, last = job.hosts[1:]
     last.run("ip", "route", "add", "blackhole", f"{second.address}/32")
 
 
 TORCHRUN_FAULTS = (
-    TorchrunFault(name="rank killed", make=lambda job: _kill(job.pid(2)), cause=NAMED),
+    TorchrunFault(name="rank killed", make=lambda job: kill(job.pid(2)), cause=NAMED),
     TorchrunFault(
         name="rank killed, max_restarts = 1",
-        make=lambda job: _kill(job.pid(2)),
+        make=lambda job: kill(job.pid(2)),
         cause="",
         max_restarts=1,
         goes_on=True,
     ),
     TorchrunFault(
         name="rank stopped (hangs), default settings",
-        make=lambda job: _kill(job.pid(2), signal.SIGSTOP),
+        make=lambda job: kill(job.pid(2), signal.SIGSTOP),
         cause=NAMED,
     ),
-    TorchrunFault(name="node agent killed", make=lambda job: _kill(job.commands[2].pid), cause=NAMED),
-    TorchrunFault(name="command killed by -9", make=lambda job: _kill(job.commands[0].pid), cause=""),
+    TorchrunFault(name="node agent killed", make=lambda job: kill(job.commands[2].pid), cause=NAMED),
+    TorchrunFault(name="command killed by -9", make=lambda job: kill(job.commands[0].pid), cause=""),
     TorchrunFault(
         name="host silent (default settings)",
         make=lambda job: job.hosts[2].link("down"),
@@ -167,6 +162,6 @@ def _end(job: Job, fault: TorchrunFault) -> None:
         for pid, words in host.processes().items():
             if not words.startswith("sshd"):
                 with suppress(ProcessLookupError):
-                    _kill(pid)
+                    kill(pid)
     for command in job.commands:
         command.wait()
