@@ -15,8 +15,11 @@ with warnings.catch_warnings():
     # numpy is no dependency; torch warns of that at the first use.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     import torch
-    import torch._dynamo  # DDP's constructor and the optimizers import it on first use
     import torch.nn.parallel.distributed  # noqa: F401
+
+    from trainer.agent.deferred_compiler import defer_compiler
+
+    defer_compiler()
 
 # The collector skips frozen objects, so their memory pages stay shared between the ranks.
 gc.freeze()

@@ -27,7 +27,7 @@ LONG_COMPILATION_S = 2.0
 
 def is_compiling() -> bool:
     """Whether torch.compile is at work in any thread: the backward pass of a GPU is compiled in a thread of its own."""
-    if "torch._dynamo" not in sys.modules:
+    if "torch._dynamo.utils" not in sys.modules:
         return False
     return any(
         frame.f_code.co_filename.endswith(COMPILER_FILES) and "compile" in frame.f_code.co_name

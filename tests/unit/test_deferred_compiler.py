@@ -1,0 +1,108 @@
+"""The compiler's stand-in, each case in a fresh interpreter: nothing of it may be imported before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+TRAINING = """
+import os, sys, tempfile
+import trainer.agent.preload_torch
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+def is_imported():
+    return "torch._dynamo.eval_frame" in sys.modules
+
+def train(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+with tempfile.TemporaryDirectory() as folder:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+module = torch.nn.Linear(3, 3)
+model = DistributedDataParallel(module)
+optimizer = torch.optim.AdamW(module.parameters(), fused=True)
+train(model, optimizer)
+optimizer.load_state_dict(optimizer.state_dict())
+torch.save(module.state_dict(), os.devnull)
+assert not is_imported()
+"""
+"""What each rank does with options that ask for no compiler, up to a checkpoint."""
+
+ASKED = {
+    "a compilation": """
+compiled = torch.compile(module, backend="eager")
+assert torch.equal(compiled(torch.ones(2, 3)), module(torch.ones(2, 3)))
+""",
+    "a module of it": """
+import torch._dynamo.config
+assert torch._dynamo.config.optimize_ddp is True
+""",
+    "a name of it": """
+from torch._dynamo import config, utils
+assert config.optimize_ddp is True and utils.get_optimize_ddp_mode() == "ddp_optimizer" and utils.counters == {}
+""",
+    "another attribute of a module that DDP asks": """
+assert torch._dynamo.utils.counters == {}
+""",
+    "a function of the user's that is not to be compiled": """
+@torch.compiler.disable
+def own(value):
+    return value + torch._dynamo.is_compiling()
+assert own(1) == 1 and own.__wrapped__ is not own
+""",
+}
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], check=False, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("asks", ASKED.values(), ids=ASKED)
+def test_the_compiler_is_imported_when_it_is_asked_for_and_not_before(asks: str) -> None:
+    done = run(
+        TRAINING
+        + asks
+        + """
+assert is_imported()
+assert sys.modules["torch._dynamo"] is torch._dynamo and torch._dynamo.__file__
+train(model, optimizer)
+kept = torch.optim.Optimizer.zero_grad.__wrapped__.__dict__["__dynamo_disable"]
+assert kept is not torch.optim.Optimizer.zero_grad.__wrapped__, "the compiler would trace the optimizer"
+"""
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_compiler_that_is_there_already_stays() -> None:
+    done = run(
+        """
+import sys
+import torch._dynamo
+before = torch._dynamo
+import trainer.agent.preload_torch
+assert sys.modules["torch._dynamo"] is before and torch._dynamo is before
+"""
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_threads_that_ask_at_once_get_the_same_compiler() -> None:
+    done = run(
+        TRAINING
+        + """
+import threading
+got = []
+threads = [threading.Thread(target=lambda: got.append(torch._dynamo.config)) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert len(got) == 8 and all(each is sys.modules["torch._dynamo.config"] for each in got)
+"""
+    )
+    assert done.returncode == 0, done.stderr

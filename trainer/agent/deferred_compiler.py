@@ -1,0 +1,82 @@
+"""torch's compiler, imported only where something is compiled: it takes as long to import as the rest of torch.
+
+torch imports ``torch._dynamo`` when the first optimizer is made: to keep a compiler that may be at work out of some
+functions. A stand-in answers such questions as the compiler does where nothing is compiled. Whatever else is asked of
+it imports the compiler in its place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
+
+COMPILER = "torch._dynamo"
+KEPT = "__dynamo_disable"
+"""Attribute in which torch keeps, for a function, what ``disable`` has returned for it."""
+
+
+def defer_compiler() -> None:
+    """Have ``import torch._dynamo`` give the stand-in, unless the compiler has been imported already."""
+    torch = importlib.import_module("torch")
+    if COMPILER not in sys.modules:
+        stand_in = _Compiler()
+        sys.modules[COMPILER] = stand_in
+        torch.__dict__["_dynamo"] = stand_in
+
+
+class _Compiler(ModuleType):
+    """Stand-in of ``torch._dynamo`` until that is imported."""
+
+    def __init__(self) -> None:
+        super().__init__(COMPILER)
+        self.utils = _Part(self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
+        """Asked by DDP's constructor; what it answers is the compiler's default."""
+        self.trace_rules = _Part(self, "trace_rules", clear_lru_cache=lambda: None)
+        """Cleared by a new process group."""
+        self._lock = threading.Lock()
+        self._left_alone: list[FunctionType] = []
+
+    @staticmethod
+    def graph_break(*_: object) -> None:
+        """Do nothing, as the compiler's function does where nothing is compiled; each optimizer's step calls it."""
+
+    def disable(self, function: Any = None, *args: Any, **options: Any) -> Any:
+        """Return a function of torch unchanged; for any other, import the compiler to leave that uncompiled."""
+        if sys._getframe(1).f_globals.get("__name__") != "torch._compile":
+            return self.imported().disable(function, *args, **options)
+        self._left_alone.append(function)
+        return function
+
+    def imported(self) -> Any:
+        """Return the compiler, imported in place of this."""
+        with self._lock:
+            if sys.modules.get(COMPILER) is self:
+                del sys.modules[COMPILER]
+                del sys.modules["torch"].__dict__["_dynamo"]
+                # From here on these functions are to be kept from the compiler.
+                for function in self._left_alone:
+                    function.__dict__.pop(KEPT, None)
+        return importlib.import_module(COMPILER)
+
+    def __getattr__(self, name: str) -> Any:
+        # The import system asks for the path before it imports a module of the package; of other such names, those
+        # who look through all modules ask.
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(name)
+        return getattr(self.imported(), name)
+
+
+class _Part:
+    """Stand-in of a module of the compiler."""
+
+    def __init__(self, compiler: _Compiler, name: str, **known: Callable[[], object]) -> None:
+        self.__dict__.update(known, _compiler=compiler, _name=name)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(getattr(self._compiler.imported(), self._name), name)
