@@ -11,6 +11,7 @@ TRAINING = """
 import os, sys, tempfile
 import trainer.agent.preload_torch
 import torch
+from trainer.engine.deferred_compiler import defer_compiler
 from torch.nn.parallel import DistributedDataParallel
 
 def is_imported():
@@ -21,6 +22,7 @@ def train(model, optimizer):
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
 
+defer_compiler()
 with tempfile.TemporaryDirectory() as folder:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
 module = torch.nn.Linear(3, 3)
@@ -85,8 +87,9 @@ def test_a_compiler_that_is_there_already_stays() -> None:
         """
 import sys
 import torch._dynamo
+from trainer.engine.deferred_compiler import defer_compiler
 before = torch._dynamo
-import trainer.agent.preload_torch
+defer_compiler()
 assert sys.modules["torch._dynamo"] is before and torch._dynamo is before
 """
     )

@@ -22,6 +22,8 @@ from trainer.host.stop_request import SAVE_SIGNALS
 
 PRELOADED = ("trainer.agent.preload_first", "trainer.agent.preload_torch")
 """Modules that the server of tasks imports before it forks."""
+COMPILER_PRELOADED = (*PRELOADED, "trainer.agent.preload_compiler")
+"""The same where the ranks use torch's compiler, which takes as long to import as the rest of torch."""
 FORK_SAFE = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Environment in which importing torch starts no thread and does not initialise CUDA: neither survives a fork."""
 NO_LEAK_WARNING = "ignore:resource_tracker:UserWarning"

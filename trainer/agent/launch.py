@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from trainer.agent import worker_entry
+from trainer.agent import forkserver, worker_entry
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.count_exchange import exchange_counts
 from trainer.agent.in_process import run_in_process
@@ -21,6 +21,7 @@ from trainer.agent.node_agent import run_node
 from trainer.agent.script_environment import launcher_environment, master_address
 from trainer.contract.errors import ExitCode, MachineNotReadyError, RequestError, TrainingError, print_message
 from trainer.contract.home_folder import expand_home
+from trainer.contract.option_rules import uses_compiler
 from trainer.contract.options import Distributed, Script, TrainingSpec
 from trainer.contract.outcome import NodeOutcome, describe_stop
 from trainer.contract.record import RunDir, checkpoint_to_resume
@@ -89,7 +90,13 @@ def launch(
             spec = _with_resume(ranks_run, run_dir, run_id, environ)
             assignments = [dataclasses.replace(assignment, spec=spec) for assignment in assignments]
             if decision.spawn or agent_of_its_own:
-                outcome = run_node(assignments, start_method=options.start_method, environ=environ, target=RANK_TARGET)
+                outcome = run_node(
+                    assignments,
+                    start_method=options.start_method,
+                    environ=environ,
+                    target=RANK_TARGET,
+                    preloaded=forkserver.COMPILER_PRELOADED if uses_compiler(spec.training) else forkserver.PRELOADED,
+                )
             else:
                 outcome = None
                 code = run_in_process(assignments[0], environ=environ, target=RANK_TARGET)

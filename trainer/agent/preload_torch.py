@@ -17,10 +17,6 @@ with warnings.catch_warnings():
     import torch
     import torch.nn.parallel.distributed  # noqa: F401
 
-    from trainer.agent.deferred_compiler import defer_compiler
-
-    defer_compiler()
-
 # The collector skips frozen objects, so their memory pages stay shared between the ranks.
 gc.freeze()
 gc.enable()

@@ -358,3 +358,8 @@ def less_memory(options: Training, world_size: int) -> str:
     if options.strategy == "ddp" and world_size > 1:
         ways.append("--strategy fsdp, which divides the model among the ranks")
     return f"; less is taken by {', or '.join(ways)}" if ways else ""
+
+
+def uses_compiler(options: Training) -> bool:
+    """Return whether the ranks need torch's compiler: to compile the model, or for the tensors of a sharded one."""
+    return options.compile != "off" or options.strategy == "fsdp"

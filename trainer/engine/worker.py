@@ -29,7 +29,7 @@ from trainer.contract.errors import (
     printable_lines,
 )
 from trainer.contract.fairseq_flags import remove_fairseq_flags
-from trainer.contract.option_rules import less_memory
+from trainer.contract.option_rules import less_memory, uses_compiler
 from trainer.contract.options import Training, TrainingSpec
 from trainer.contract.outcome import NO_UPDATE_LEFT, exit_code_of, is_lost_peer, lost_peer_text
 from trainer.contract.record import EventWriter, Failure, RankStateName, RunDir, recorded_checkpoints
@@ -40,6 +40,7 @@ from trainer.engine import reports
 from trainer.engine.accelerator import prepare_environment, set_numerics
 from trainer.engine.checkpoint_evaluation import evaluate_checkpoint
 from trainer.engine.compared_options import task_request, training_request
+from trainer.engine.deferred_compiler import defer_compiler
 from trainer.engine.end_conditions import TrainingOutcome
 from trainer.engine.loop import Loop
 from trainer.engine.non_finite import NonFiniteError
@@ -128,6 +129,8 @@ class _Rank:
         self.set_state("joining")
         spec = assignment.spec
         assert spec is not None
+        if not uses_compiler(spec.training):
+            defer_compiler()
         options = spec.training
         if options.strategy == "fsdp":
             return_freed_memory()
