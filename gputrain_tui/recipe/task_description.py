@@ -1,7 +1,7 @@
 """Returns the options of a task without importing torch.
 
-A user's task is a class in a file that imports torch, so a short-lived process describes it; the description is cached
-by file and modification time.
+A user's task is a class in a file that imports torch, so a short-lived process describes it. The description is cached
+as long as that file and all others of the user's that it imports are as they were.
 """
 
 from __future__ import annotations
@@ -26,8 +26,16 @@ from trainer.contract.schema import Option, describe
 class TaskDescription(msgspec.Struct, kw_only=True):
     """A cache entry for a user's task."""
 
-    mtime_ns: int
     options: list[Option]
+    mtimes_ns: dict[str, int]
+    """The user's files that define them, with the time of their last change."""
+
+    def is_current(self) -> bool:
+        """Return whether all files are as they were."""
+        try:
+            return all(Path(file).stat().st_mtime_ns == mtime_ns for file, mtime_ns in self.mtimes_ns.items())
+        except OSError:
+            return False
 
 
 def describe_task(task: str) -> Sequence[Option]:
@@ -45,25 +53,26 @@ def describe_task(task: str) -> Sequence[Option]:
 def _task_options(task: str) -> list[Option]:
     file = task_file(task)
     if file is None:
-        return _describe_in_subprocess(task)
+        return _describe_in_subprocess(task).options
     import hashlib  # loads OpenSSL, which is slow and which built-in tasks do not need
 
-    mtime_ns = file.stat().st_mtime_ns
     key = hashlib.sha256(f"{file.resolve()}:{task}:{sys.prefix}".encode()).hexdigest()[:24]
     cached = cache_folder() / "tasks" / f"{key}.json"
     try:
         entry = msgspec.json.decode(cached.read_bytes(), type=TaskDescription)
-        if entry.mtime_ns == mtime_ns:
+        if entry.is_current():
             return entry.options
     except (OSError, msgspec.DecodeError):
         pass  # not cached, or in the format of another version
-    options = _describe_in_subprocess(task)
+    changed_ns = file.stat().st_mtime_ns  # before it is imported; an installed package's file is not the user's
+    entry = _describe_in_subprocess(task)
+    entry.mtimes_ns[str(file.resolve())] = changed_ns
     with suppress(OSError):  # it only costs another import
         cached.parent.mkdir(parents=True, exist_ok=True)
         draft = cached.with_suffix(f".{os.urandom(4).hex()}.tmp")
-        draft.write_bytes(msgspec.json.encode(TaskDescription(mtime_ns=mtime_ns, options=options)))
+        draft.write_bytes(msgspec.json.encode(entry))
         draft.replace(cached)
-    return options
+    return entry.options
 
 
 def task_file(task: str) -> Path | None:
@@ -82,8 +91,8 @@ def task_file(task: str) -> Path | None:
     return None
 
 
-def _describe_in_subprocess(task: str) -> list[Option]:
-    argv = [sys.executable, "-P", "-m", "trainer", "--describe-task", task]
+def _describe_in_subprocess(task: str) -> TaskDescription:
+    argv = [sys.executable, "-P", "-m", "trainer", "--describe-task", task, "--with-files"]
     describe_timeout_s = 120.0  # time limit of importing torch and a task, which takes seconds
     try:
         answer = subprocess.run(argv, capture_output=True, timeout=describe_timeout_s, stdin=subprocess.DEVNULL)
@@ -95,6 +104,6 @@ def _describe_in_subprocess(task: str) -> list[Option]:
             lines[-1].removeprefix("trainer: ") if lines else f"importing it ended with exit code {answer.returncode}"
         )
     try:
-        return msgspec.json.decode(answer.stdout, type=list[Option])
+        return msgspec.json.decode(answer.stdout, type=TaskDescription)
     except msgspec.DecodeError as error:
         raise RequestError(f"its options cannot be read: {error}") from None

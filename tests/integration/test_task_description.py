@@ -44,6 +44,25 @@ def test_the_schema_of_a_users_task_is_cached_until_its_file_changes(
     assert recipe_of(text.replace("width", "breadth")).task_options["breadth"] == 3
 
 
+def test_the_schema_of_a_users_task_follows_the_files_that_it_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path / "home"))
+    options = tmp_path / "mine_options.py"
+    options.write_text("import msgspec\n\nclass Options(msgspec.Struct, kw_only=True):\n    width: int = 8\n")
+    task = tmp_path / "mine.py"
+    task.write_text(
+        "from mine_options import Options\nfrom trainer.tasks.task import Task\n\n"
+        "class Mine(Task):\n    Options = Options\n"
+    )
+    text = f'[train]\ntask = "{task}:Mine"\n[task]\n'
+    assert "r.toml:4: task.depth is not known" in refusal(text + "depth = 3\n")
+    options.write_text(options.read_text() + "    depth: int = 2\n")
+    assert recipe_of(text + "depth = 3\n").task_options == {"depth": 3}
+    options.unlink()
+    assert "No module named 'mine_options'" in refusal(text + "depth = 3\n")
+
+
 def test_a_users_task_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUTRAIN_HOME", str(tmp_path))
     with pytest.raises(RequestError, match="does not exist"):

@@ -27,7 +27,7 @@ examples:
   python -P -m trainer --script train.py --distributed-gpus 4 -- --epochs 3
 
   --help, -h               this text; with --task TASK also the options of the task
-  --describe-task TASK     print the options of a task as JSON
+  --describe-task TASK     print the options of a task as JSON; --with-files: and the files that define them
 """
 
 

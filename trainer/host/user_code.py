@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from os.path import realpath
 from pathlib import Path
@@ -33,6 +34,17 @@ def is_user_code(file: str) -> bool:
     Packages are also installed outside of this environment: in a user's or the system's folder, or that of a module.
     """
     return not file.startswith(("<", *_folders_of_libraries())) and not any(name in file for name in _INSTALLED)
+
+
+def imported_files() -> dict[str, int]:
+    """Return the files of the user's own modules that are imported, with the time of their last change in ns."""
+    files = {}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and is_user_code(file):
+            with suppress(OSError):  # it is gone, or was never one
+                files[str(Path(file).absolute())] = Path(file).stat().st_mtime_ns
+    return files
 
 
 def shown_file(file: str) -> str:
