@@ -12,6 +12,7 @@ import os, sys, tempfile
 import trainer.agent.preload_torch
 import torch
 from trainer.engine.deferred_compiler import defer_compiler
+import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 
 def is_imported():
