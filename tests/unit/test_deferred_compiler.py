@@ -1,7 +1,8 @@
-"""The compiler's stand-in, each case in a fresh interpreter: nothing of it may be imported before."""
+"""The stand-in of the compiler, each case in a process forked as a rank is: torch is loaded, its compiler not."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -9,7 +10,6 @@ import pytest
 
 TRAINING = """
 import os, sys, tempfile
-import trainer.agent.preload_torch
 import torch
 from trainer.engine.deferred_compiler import defer_compiler
 import torch.distributed
@@ -61,52 +61,64 @@ assert own(1) == 1 and own.__wrapped__ is not own
 }
 
 
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], check=False, capture_output=True, text=True, timeout=120
-    )
-
-
-@pytest.mark.parametrize("asks", ASKED.values(), ids=ASKED)
-def test_the_compiler_is_imported_when_it_is_asked_for_and_not_before(asks: str) -> None:
-    done = run(
-        TRAINING
-        + asks
-        + """
+AFTER_ASKING = """
 assert is_imported()
 assert sys.modules["torch._dynamo"] is torch._dynamo and torch._dynamo.__file__
 train(model, optimizer)
 kept = torch.optim.Optimizer.zero_grad.__wrapped__.__dict__["__dynamo_disable"]
 assert kept is not torch.optim.Optimizer.zero_grad.__wrapped__, "the compiler would trace the optimizer"
 """
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_compiler_that_is_there_already_stays() -> None:
-    done = run(
-        """
-import sys
-import torch._dynamo
-from trainer.engine.deferred_compiler import defer_compiler
-before = torch._dynamo
-defer_compiler()
-assert sys.modules["torch._dynamo"] is before and torch._dynamo is before
-"""
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_threads_that_ask_at_once_get_the_same_compiler() -> None:
-    done = run(
-        TRAINING
-        + """
+OTHERS = {
+    "threads that ask at once": TRAINING
+    + """
 import threading
 got = []
 threads = [threading.Thread(target=lambda: got.append(torch._dynamo.config)) for _ in range(8)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 assert len(got) == 8 and all(each is sys.modules["torch._dynamo.config"] for each in got)
+""",
+    "a compiler that is there already stays": """
+import sys
+import torch._dynamo
+from trainer.engine.deferred_compiler import defer_compiler
+before = torch._dynamo
+defer_compiler()
+assert sys.modules["torch._dynamo"] is before and torch._dynamo is before
+""",
+}
+CASES = {name: TRAINING + asks + AFTER_ASKING for name, asks in ASKED.items()} | OTHERS
+
+FORKING = """
+import json, os, sys, traceback
+import trainer.agent.preload_torch
+for name, code in json.load(sys.stdin).items():
+    if not (pid := os.fork()):
+        try:
+            exec(code, {"__name__": "case"})
+        except BaseException:
+            print(json.dumps([name, traceback.format_exc()]), flush=True)
+            os._exit(1)
+        print(json.dumps([name, ""]), flush=True)
+        os._exit(0)
+    os.waitpid(pid, 0)
 """
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, str]:
+    """The traceback of each case, empty where there was none."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKING],
+        input=json.dumps(CASES),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=300,
     )
-    assert done.returncode == 0, done.stderr
+    return dict(json.loads(line) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_compiler_is_imported_when_it_is_asked_for_and_not_before(errors: dict[str, str], case: str) -> None:
+    assert not errors[case], errors[case]
