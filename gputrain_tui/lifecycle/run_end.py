@@ -16,12 +16,13 @@ from typing import IO
 
 from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.lifecycle import attempt_outcome, leftovers
-from gputrain_tui.lifecycle.attempt import AttemptResult, delete_temporary_files, failed, read_attempt
+from gputrain_tui.lifecycle.attempt import AttemptResult, failed, read_attempt
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.planner import Plan
 from trainer.contract.errors import ExitCode
 from trainer.contract.record import RunDir, RunEnded, decode_events
 from trainer.contract.record.regular_file import open_to_append, read_tail
+from trainer.host.temporary_folder import delete_temporary_folders
 
 LOCK_POLL_S = 0.02
 TAIL_BYTES = 1 << 16
@@ -87,7 +88,7 @@ def record_end(run_dir: RunDir, plan: Plan, returncode: int, *, give_up: Callabl
             return code
         launched = read_attempt(run_dir)
         left = leftovers.kill_processes(run_dir.path)
-        delete_temporary_files(run_dir, [node.node for node in plan.nodes], Path(launched.tmp))
+        delete_temporary_folders(run_dir.path, [node.node for node in plan.nodes], Path(launched.tmp))
         if not left:
             attempt_outcome.delete_partial_checkpoints(run_dir)
         ended = _result(run_dir, plan, returncode, launched.since)
