@@ -17,7 +17,7 @@ from gputrain_tui.hosts.ssh import Ssh
 from trainer.contract.errors import RequestError
 
 MAX_PARALLEL_HOSTS = 64
-"""Hosts that are queried at a time: each costs an ssh process and a thread here."""
+"""Hosts that answer a request at a time: each costs an ssh process and a thread here."""
 HOST_TIMEOUT_S = 12.0
 """Time limit of one host, from connecting to the end of its answer; most answer within a second."""
 INVENTORY = msgspec.json.Decoder(Inventory)

@@ -25,8 +25,6 @@ from trainer.contract.record.regular_file import open_to_append, read_tail
 from trainer.host.temporary_folder import delete_temporary_folders
 
 LOCK_POLL_S = 0.02
-TAIL_BYTES = 1 << 16
-"""Bytes at the end of the run's own events in which the last one is searched."""
 
 
 def take_lock(lock: IO[bytes], *, patience_s: float, give_up: Callable[[], bool] = bool) -> bool:
@@ -60,7 +58,7 @@ def recorded_exit_code(run_dir: RunDir, plan: Plan) -> int | None:
     status, writer = read_status(run_dir), RunStatusWriter(run_dir, plan)
     if status is None or status.status not in ENDED:
         try:
-            events = decode_events(read_tail(run_dir.run_events, TAIL_BYTES).rpartition(b"\n")[0] + b"\n")
+            events = decode_events(read_tail(run_dir.run_events).rpartition(b"\n")[0] + b"\n")
         except OSError:
             return None
         if not events or not isinstance(events[-1], RunEnded):

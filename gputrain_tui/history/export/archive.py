@@ -31,8 +31,6 @@ from trainer.contract.record.json_lines import DECODE_ERRORS
 from trainer.contract.record.regular_file import open_regular, read_whole, size_of
 
 READ_BYTES = 1 << 20
-COMPRESSION = 6
-"""Level of gzip: higher ones take several times as long for a few percent."""
 MAX_BYTES = 256 << 30
 """Maximum size of record and logs: a week of a thousand ranks has less, so that more is damage, as by a sparse file."""
 MAX_USTAR_BYTES = 8**11
@@ -105,7 +103,8 @@ class Archive:
         small |= {name: self._node(name, events) for name in self._sizes if name.startswith("nodes/")}
         large = {name: length for name, length in self._sizes.items() if name not in small}
         count = total = 0
-        with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=COMPRESSION, filename="", mtime=0) as out:
+        # Higher levels of gzip take several times as long for a few percent.
+        with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=6, filename="", mtime=0) as out:
             for name, data in small.items():
                 if data:
                     self._member(out, name, len(data), time.time())
