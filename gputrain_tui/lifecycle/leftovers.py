@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from gputrain_tui.lifecycle.polling import wait_until
 from trainer.host.process_identity import is_alive, unmarked_processes
 from trainer.host.processes import RUN, SUCCESSOR, SUPERVISOR, ancestors, is_same_directory, pids, run_of
 
@@ -78,12 +78,11 @@ def kill_processes(run_dir: Path, *, keep: Collection[int] = ()) -> list[int]:
 
     Besides those with its environment variable, these are the ones without it that a killed node agent has listed.
     """
-    deadline = time.monotonic() + 5.0
-    while True:
+    left: list[int] = []
+
+    def are_gone() -> bool:
         listed = {process.pid: process for process in unmarked_processes(run_dir)}
-        left = [pid for pid in (*processes_of(run_dir), *listed) if pid not in keep]
-        if not left or time.monotonic() > deadline:
-            return left
+        left[:] = [pid for pid in (*processes_of(run_dir), *listed) if pid not in keep]
         for pid in left:
             process = listed.get(pid)
             descriptor = open_process(pid, run_dir) if process is None else _open_if(pid, partial(is_alive, process))
@@ -91,4 +90,7 @@ def kill_processes(run_dir: Path, *, keep: Collection[int] = ()) -> list[int]:
                 with suppress(OSError):
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                 os.close(descriptor)
-        time.sleep(0.02)
+        return not left
+
+    wait_until(are_gone, timeout_s=5.0)
+    return left

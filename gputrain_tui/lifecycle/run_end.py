@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -17,6 +16,7 @@ from typing import IO
 from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.lifecycle import attempt_outcome, leftovers
 from gputrain_tui.lifecycle.attempt import AttemptResult, failed, read_attempt
+from gputrain_tui.lifecycle.polling import wait_until
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.planner import Plan
 from trainer.contract.errors import ExitCode
@@ -24,24 +24,21 @@ from trainer.contract.record import RunDir, RunEnded, decode_events
 from trainer.contract.record.regular_file import open_to_append, read_tail
 from trainer.host.temporary_folder import delete_temporary_folders
 
-LOCK_POLL_S = 0.02
-
 
 def take_lock(lock: IO[bytes], *, patience_s: float, give_up: Callable[[], bool] = bool) -> bool:
     """Take the lock of a run directory; return False if another process holds it.
 
     A process that a killed supervisor was forking holds it until its exec: hence ``patience_s``.
     """
-    deadline = time.monotonic() + patience_s
-    while True:
+
+    def is_taken() -> bool:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() >= deadline or give_up():
-                return False
-            time.sleep(LOCK_POLL_S)
-        else:
-            return True
+            return False
+        return True
+
+    return wait_until(lambda: is_taken() or give_up(), patience_s) and is_taken()
 
 
 def is_recorded(run_dir: RunDir) -> bool:

@@ -6,16 +6,15 @@ import os
 import select
 import signal
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from gputrain_tui import paths
 from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.run_folders import Run, find, open_run
-from gputrain_tui.history.status_file import ENDED
+from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.lifecycle import attempt_outcome, launchers
-from gputrain_tui.lifecycle.directory_watch import await_end, supervisor_beats, write_stop_file
+from gputrain_tui.lifecycle.directory_watch import supervisor_beats, write_stop_file
 from gputrain_tui.lifecycle.leftovers import (
     dismiss_successors,
     kill_processes,
@@ -23,6 +22,7 @@ from gputrain_tui.lifecycle.leftovers import (
     open_process,
     supervisors_of,
 )
+from gputrain_tui.lifecycle.polling import wait_until
 from gputrain_tui.lifecycle.remote_nodes import attempt_folders
 from gputrain_tui.lifecycle.supervisor_process import adopt
 from gputrain_tui.plan.planner import stop_grace
@@ -39,7 +39,6 @@ SUPERVISOR_EXIT_S = 5.0
 """Time for the supervisor beyond the time limits of the ranks, and time to end after SIGKILL."""
 SUPERVISOR_START_S = 3.0
 """Time for the supervisor process of a new run to exist; its modules may take longer to load."""
-POLL_S = 0.02
 MAX_SUPERVISORS = 3
 """Supervisors that are stopped in turn: the run's own, and adopting ones that another command may start meanwhile."""
 
@@ -122,7 +121,12 @@ def _stop_through_file(run: Run, host: str, origin: int) -> tuple[str, list[int]
         write_stop_file(run.dir, STOP_REASONS[origin])
     except OSError as error:
         raise RequestError(f"stop: {run.dir.stop} cannot be written: {error.strerror}") from None
-    if not await_end(run.dir, _stop_timeout_s(run.dir)):
+
+    def has_ended() -> bool:
+        status = read_status(run.dir)
+        return status is not None and status.status in ENDED
+
+    if not wait_until(has_ended, _stop_timeout_s(run.dir)):
         raise RequestError(f"stop: {run.id} runs on {host} and has not ended; stop it there")
     return _report(open_run(run.dir.path) or run, [], was_over=False), []
 
@@ -183,11 +187,8 @@ def _stop_timeout_s(run_dir: RunDir) -> float:
 def _await_supervisor(run: Run) -> None:
     """Wait until the supervisor process of a new run exists, as long as the command that created the run is alive."""
     creator = run.status.supervisor
-    until = time.monotonic() + SUPERVISOR_START_S
-    while run.state == "starting" and creator is not None and time.monotonic() < until:
-        if supervisors_of(run.dir.path) or not is_alive(creator):
-            return
-        time.sleep(POLL_S)
+    if run.state == "starting" and creator is not None:
+        wait_until(lambda: bool(supervisors_of(run.dir.path)) or not is_alive(creator), SUPERVISOR_START_S)
 
 
 def _end_supervisors(run_dir: Path, patience_s: float, origin: int) -> bool:

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from gputrain_tui.lifecycle.next_attempt import NextAttempt
     from gputrain_tui.lifecycle.report_sinks import ReportSinks
 
-SWEEP_S = 5.0
 LOCK_TIMEOUT_S = 1.0
 """Time for an adopting supervisor to get the lock, which a process that was being forked may hold for a moment."""
 
@@ -214,9 +213,7 @@ class Supervisor:
     def _sweep(self) -> list[int]:
         """Kill the remaining processes of the run except sinks; return the pids of those that do not end."""
         keep = self._successor.pids() | (set() if self._report is None else self._report.pids())
-        left = sorted(
-            kill_descendants(run=str(self.dir.path), keep=keep, timeout_s=SWEEP_S, wait=self._stop_request.wait)
-        )
+        left = sorted(kill_descendants(run=str(self.dir.path), keep=keep, wait=self._stop_request.wait))
         reap()
         return left or (leftovers.kill_processes(self.dir.path, keep=keep) if self._adopting else [])
 
