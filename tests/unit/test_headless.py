@@ -334,7 +334,7 @@ def test_of_very_many_findings_the_first_are_listed() -> None:
     for rank in range(40):
         state.apply(Finding(time=1005.0, kind="straggler", rank=rank, message=f"rank {rank} is late"))
     lines = plain(finding_lines(state)).splitlines()
-    assert len(lines) == 11
+    assert len(lines) == 13
     assert lines[-1] == "… and 28 findings more"
 
 
