@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(holds: Callable[[], bool], timeout_s: float, *, interval_s: float = 0.05) -> bool:
-    """Wait until a condition holds, which is evaluated every ``interval_s``; return whether it does in time."""
+def wait_until(holds: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait until a condition holds, which is evaluated 20 times a second; return whether it does in time."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() >= deadline:
             return False
-        time.sleep(interval_s)
+        time.sleep(0.05)
     return True
