@@ -14,7 +14,8 @@ from pathlib import Path
 from trainer.host.processes import SUPERVISOR
 from trainer.host.stop_request import STOP_SIGNALS
 
-PROGRAM = "gputrain_tui.lifecycle.supervisor"
+WAITING = "import os, sys; os.read(0, 1); from gputrain_tui.lifecycle.supervisor import main; sys.exit(main())"
+"""Python program of a supervisor that imports nothing before its standard input ends."""
 SUCCESSOR_DELAY_S = 60.0
 """Age at which a supervisor that has taken over starts a successor of its own. One that is killed sooner is not
 replaced: supervisors that cannot live, as where memory is full, must not follow each other without end."""
@@ -39,7 +40,7 @@ class Successor:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", PROGRAM, str(self._dir), "--adopt", "--restart", "--successor"],
+                [sys.executable, "-P", "-c", WAITING, str(self._dir), "--adopt", "--restart"],
                 env={**os.environ, SUPERVISOR: str(self._dir)},
                 stdin=subprocess.PIPE,
                 start_new_session=True,

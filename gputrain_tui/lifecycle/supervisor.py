@@ -1,10 +1,9 @@
 """Supervisor of one run: launches the nodes of its plan, watches, restarts or stops them, and records the end.
 
-``python -m gputrain_tui.lifecycle.supervisor RUN_DIR [--lease] [--adopt [--restart [--successor]]]``. It never imports
-torch, so that it starts fast. Only its main thread starts node agents, as they may end with the thread that started
-them (``PR_SET_PDEATHSIG``). ``--lease``: the run is saved and ends with standard input. ``--adopt``: it takes over a
-run, with ``--restart`` to go on as its recipe says, without to end it; with ``--successor`` not before standard input
-ends, as it does when the supervisor that has started it is killed.
+``python -m gputrain_tui.lifecycle.supervisor RUN_DIR [--lease] [--adopt [--restart]]``. It never imports torch, so that
+it starts fast. Only its main thread starts node agents, as they may end with the thread that started them
+(``PR_SET_PDEATHSIG``). ``--lease``: the run is saved and ends with standard input. ``--adopt``: it takes over a run,
+with ``--restart`` to go on as its recipe says, without to end it.
 """
 
 from __future__ import annotations
@@ -266,9 +265,6 @@ def main() -> int:
     """Supervise the run of a directory, unless another supervisor does; return the exit code."""
     os.environ.pop(SUPERVISOR, None)  # its children are no supervisors
     arguments = sys.argv[1:]
-    if "--successor" in arguments:
-        os.read(sys.stdin.fileno(), 1)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     run_dir = RunDir(Path(arguments[0]).absolute())
     with os.fdopen(open_to_append(run_dir.lock), "ab") as lock:
         leased, adopting = "--lease" in arguments[1:], "--adopt" in arguments[1:]

@@ -58,8 +58,8 @@ def test_a_run_whose_supervisor_and_its_successor_are_killed_is_settled_by_the_c
 
 def successors_of(run: Run) -> list[int]:
     """Return the successors of a run's supervisor: those that wait, and one that has taken over."""
-    words = [str(run.dir.path), "--adopt", "--restart", "--successor"]
-    return [each.pid for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [])[-4:] == words]
+    words = [str(run.dir.path), "--adopt", "--restart"]
+    return [each.pid for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [])[-3:] == words]
 
 
 def test_a_killed_supervisor_of_a_detached_run_is_replaced_and_restarts_it(
