@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from gputrain_tui import VERSION, commands
 from gputrain_tui.output import discard, print_message, printable_streams
-from trainer.contract.errors import ExitCode, RequestError, nearest, quoted, require_utf8
+from trainer.contract.errors import BROKEN_PIPE_CODE, ExitCode, RequestError, nearest, quoted, require_utf8
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -50,9 +50,6 @@ COMMANDS = {
 COMPLETION = "_ARGCOMPLETE"
 """Variable with which the scripts of ``gputrain completion`` call."""
 
-SIGPIPE_STATUS = 141
-"""Exit status of a program killed by SIGPIPE: 128 + 13."""
-
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 
 
@@ -85,7 +82,7 @@ def _run_command(argv: list[str]) -> int:
         return ExitCode.STOPPED
     except BrokenPipeError:
         discard(sys.stdout)
-        return SIGPIPE_STATUS
+        return BROKEN_PIPE_CODE
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not _has_working_directory():
             print_message("the working directory is gone: change to one that exists")

@@ -58,6 +58,10 @@ def _pad(text: str, wide: int, right: bool) -> str:
     return space + text if right else text + space
 
 
+GIB = 1 << 30
+"""Bytes of a GiB, in which memory is shown."""
+
+
 def size(count: int | None) -> str:
     """Return bytes in binary units with two or three digits: ``80 GiB``, ``1.5 MiB``; empty for None."""
     if count is None:

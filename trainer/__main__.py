@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.contract.errors import (
+    BROKEN_PIPE_CODE,
     ExitCode,
     MachineNotReadyError,
     RequestError,
@@ -30,9 +31,6 @@ from trainer.contract.options import Distributed, Script, Training, TrainingSpec
 from trainer.contract.schema import Option, check, describe, read_flags
 
 S = TypeVar("S")
-
-SIGPIPE_EXIT_CODE = 141
-"""Exit code after the reader of standard output has closed the pipe: 128 + SIGPIPE."""
 
 
 def main(arguments: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
@@ -236,7 +234,7 @@ def _print(text: str) -> int:
         print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that flushing at exit does not fail too
-        return SIGPIPE_EXIT_CODE
+        return BROKEN_PIPE_CODE
     return ExitCode.FINISHED
 
 

@@ -12,12 +12,10 @@ from gputrain_tui.output import print_message
 from gputrain_tui.report.page_server import LOOPBACK, OWN, PageServer
 from trainer.contract.errors import ExitCode
 
-DEFAULT_PORT = 8686
-
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", nargs="?", help=f"open the page of this run: {RUN_HELP}")
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT, metavar="P", help="default: 8686; 0: a free one")
+    parser.add_argument("--port", type=int, default=8686, metavar="P", help="default: %(default)s; 0: a free one")
     text = "address to listen at, which others then reach without encryption; default: this machine alone"
     parser.add_argument("--host", default=LOOPBACK, metavar="H", help=text)
 

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from gputrain_tui.console.screens.console_screen import AppProtocol
     from gputrain_tui.hosts.hostfile import HostEntry
 
-FPS = 10
-"""Repaints per second without ``--fps``."""
 TOAST_READ_S = 2.0
 """Least seconds for which a notification is shown before a key removes it."""
 THEMES = ("textual-dark", "textual-light", "ansi-dark", "ansi-light")
@@ -83,7 +81,7 @@ class GputrainApp(OrderedKeys):
         self,
         run: Run | None = None,
         *,
-        fps: float = FPS,
+        fps: float | None = None,
         runs: Callable[[], list[Run]] = list_runs,
         follow: Callable[[Run], LiveRun] = LiveRun,
         clocked: bool = True,
@@ -91,8 +89,8 @@ class GputrainApp(OrderedKeys):
     ) -> None:
         """Make the console.
 
-        ``run`` is opened at once; ``fps``: most repaints per second; ``clocked``: whether a timer calls ``poll``, which
-        a test calls itself; with ``hosts``, of a hostfile, the console begins with the cluster screen.
+        ``run`` is opened at once; ``fps``: most repaints per second, 10 if None; ``clocked``: whether a timer calls
+        ``poll``, which a test calls itself; with ``hosts``, of a hostfile, the console begins with the cluster screen.
         """
         # NO_COLOR: do not convert the terminal's own colours, since the converted greys would be colours too.
         super().__init__(ansi_color=True if "NO_COLOR" in os.environ else None)
@@ -102,7 +100,7 @@ class GputrainApp(OrderedKeys):
         self._reported_at = math.inf
         """Time of the last notification, on the clock of events."""
         self._first_run = run
-        self._fps = fps
+        self._fps = fps or 10.0
         self._runs = runs
         self._follow = follow
         self._clocked = clocked

@@ -71,7 +71,7 @@ def show(run: Run | None, *, fps: float | None, hostfile: str | None = None) -> 
     before = os.environ.get(TEXTUAL_FPS)
     if fps is not None:
         os.environ[TEXTUAL_FPS] = str(math.ceil(fps))
-    from gputrain_tui.console.app import FPS, GputrainApp
+    from gputrain_tui.console.app import GputrainApp
     from gputrain_tui.console.terminal import captured_stderr
 
     if before is not None:  # restored, since runs launched from here inherit the environment
@@ -80,7 +80,7 @@ def show(run: Run | None, *, fps: float | None, hostfile: str | None = None) -> 
         os.environ.pop(TEXTUAL_FPS, None)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise RequestError("the console needs a terminal; `gputrain --help` lists the commands that do not")
-    app = GputrainApp(run, fps=FPS if fps is None else fps, hosts=hosts)
+    app = GputrainApp(run, fps=fps, hosts=hosts)
     with captured_stderr():
         app.run()
     if (live := app.live) is not None and not live.over:

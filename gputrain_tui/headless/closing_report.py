@@ -21,8 +21,8 @@ MAX_TABLE_RANKS = 32
 """Maximum rows of the table, so that it does not scroll the results away."""
 LOG_LINES = 12
 """Last lines of the failed rank's output that are shown: the end of most tracebacks."""
-MAX_FINDINGS = 10
-"""Maximum number of findings, so that they do not scroll the results away."""
+MAX_LINES = 12
+"""Maximum lines of a list in a report, so that it does not scroll the results away."""
 MAX_ATTEMPTS = 5
 """Maximum number of attempts before the last one, for the same reason."""
 Lateness = Mapping[int, float]
@@ -155,8 +155,8 @@ def finding_lines(state: RunState) -> list[list[Piece]]:
         text = finding.message or finding.kind.replace("_", " ")
         title = (f"{'finding' if stands else 'cleared':<11}", "dim")
         lines.append([title, (since + text, "alarm" if stands else "dim")])
-    hidden = len(lines) - MAX_FINDINGS
-    return lines if hidden <= 0 else [*lines[:MAX_FINDINGS], [(f"… and {hidden} findings more", "dim")]]
+    hidden = len(lines) - MAX_LINES
+    return lines if hidden <= 0 else [*lines[:MAX_LINES], [(f"… and {hidden} findings more", "dim")]]
 
 
 def attempt_lines(state: RunState) -> list[list[Piece]]:

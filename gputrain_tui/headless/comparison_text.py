@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gputrain_tui.headless.closing_report import MAX_LINES
 from gputrain_tui.headless.number_text import number
 from gputrain_tui.headless.progress import Piece
 from gputrain_tui.history.comparison import DifferingValues
@@ -16,11 +17,6 @@ from gputrain_tui.report.run_comparison import (
     limit_result,
 )
 from gputrain_tui.tables import TableColumn, cut, size, table
-
-MAX_KEYS = 20
-"""Recipe keys and versions that are shown; ``--json`` has all."""
-MAX_METRICS = 12
-"""The user's own metrics that are shown, likewise."""
 
 
 def comparison_lines(comparison: RunComparison) -> list[list[Piece]]:
@@ -44,18 +40,18 @@ def comparison_lines(comparison: RunComparison) -> list[list[Piece]]:
 def _changes(values: Sequence[DifferingValues], index: int) -> list[list[Piece]]:
     changed = [each for each in values if each.values[index + 1] != each.values[0]]
     lines: list[list[Piece]] = []
-    for each in changed[:MAX_KEYS]:
+    for each in changed[:MAX_LINES]:
         before, now = (cut(value, 40) or "–" for value in (each.values[0], each.values[index + 1]))
         lines.append([("  ", ""), (each.key, "dim"), (f"  {before} → {now}", "")])
-    if len(changed) > MAX_KEYS:
-        lines.append([(f"  … and {len(changed) - MAX_KEYS:,} keys more", "dim")])
+    if len(changed) > MAX_LINES:
+        lines.append([(f"  … and {len(changed) - MAX_LINES:,} keys more", "dim")])
     return lines
 
 
 def _figures(comparison: RunComparison, index: int) -> list[list[Piece]]:
     rows = []
     metrics = [figure for figure in comparison.figures if figure.name.startswith(METRIC)]
-    left_out = metrics[MAX_METRICS:]
+    left_out = metrics[MAX_LINES:]
     for figure in comparison.figures[: len(comparison.figures) - len(left_out)]:
         difference = figure.differences[index]
         shown = change_text(difference, relative=figure.relative)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gputrain_tui.headless.closing_report import failure_block, result_lines, status_line
+from gputrain_tui.headless.closing_report import MAX_LINES, failure_block, result_lines, status_line
 from gputrain_tui.headless.number_text import number, percent
 from gputrain_tui.headless.progress import Piece, wrapped
 from gputrain_tui.report.run_report import FindingReport, HostHardware, RunReport
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import TableColumn, cut, duration, size, table
 
-MAX_LINES = 12
-"""Maximum lines of a list, so that the report stays a page."""
 BAR_CELLS = 30
 NAMES = {"data": "data and copies", "sync": "exposed synchronisation", "other": "outside of all phases"}
 """Names of the parts of a step, where the identifier does not read well."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from math import nan
 from typing import Literal
 
+from gputrain_tui.tables import GIB
 from trainer.contract.record import NodeSample
 
 Quantity = Literal["use %", "memory GiB", "temperature °C", "power W"]
@@ -17,7 +18,6 @@ QUANTITIES: tuple[Quantity, ...] = ("use %", "memory GiB", "temperature °C", "p
 """In the order of their lines."""
 MAX_POINTS = 1024
 """Points kept of a series; at twice as many, neighbours are averaged, and a line has some hundred columns."""
-GIB = 1 << 30
 
 
 @dataclass(frozen=True)

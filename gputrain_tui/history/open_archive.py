@@ -43,8 +43,7 @@ MIN_REFUSED_BYTES = 1 << 30
 MAX_RATIO = 200
 """Unpacked bytes per compressed byte above that size: records and logs have 5 to 30, a bomb of zeros 1000."""
 COPY_BYTES = 1 << 20
-MAX_END_BYTES = 1 << 20
-"""Limit of the zeros at the end of an archive; tar writes 10 KiB unless a larger block size is chosen."""
+"""Read at once; also more than the zeros at the end of an archive: tar writes 10 KiB, or a block of a chosen size."""
 GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -99,8 +98,8 @@ class _Unpacking:
         with gzip.GzipFile(fileobj=file, mode="rb") as stream:
             while (header := self._header(stream)) is not None:
                 self._member(header, stream)
-            rest = stream.read(MAX_END_BYTES)  # to the end, where the checksum is compared
-            if rest.strip(b"\0") or len(rest) == MAX_END_BYTES:
+            rest = stream.read(COPY_BYTES)  # to the end, where the checksum is compared
+            if rest.strip(b"\0") or len(rest) == COPY_BYTES:
                 raise _RefusedError("data follows its end")
         if "recipe.toml" not in self._names:
             raise _RefusedError("it has no recipe.toml" if self._names else "it is empty")

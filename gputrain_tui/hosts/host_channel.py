@@ -24,6 +24,7 @@ from gputrain_tui.hosts.first_answers import FirstAnswers
 from gputrain_tui.hosts.host_frames import FrameBuffer, FrameError, HostFrame, frame
 from gputrain_tui.hosts.host_pipes import SSH_FAILED, HostPipes, explain_failure
 from gputrain_tui.tables import printable
+from trainer.contract.schema import MAX_INT_BITS
 
 MODULES = {
     "trainer.contract": "errors home_folder stop_level",
@@ -64,8 +65,8 @@ MAX_NOISE_BYTES = 1 << 20
 """Limit of the output of a host's start-up files, on each of both streams."""
 MAX_TEXT_CHARS = 1000
 """Limit of one text in an answer: names are short, and tables must stay readable."""
-MAX_INT_BITS = 63
-"""Limit of one integer in an answer: byte counts fit, and arithmetic stays fast."""
+ANSWER_S = 15.0
+"""Time limit of a host's answer to a small question, connecting and its own unanswered connections included."""
 CHECK_S = 0.2
 """Interval at which the size of standard error, a file, is checked."""
 END_S = 1.0
@@ -152,7 +153,7 @@ class HostChannel:
         self,
         call: int,
         decoder: msgspec.json.Decoder[T],
-        timeout_s: float,
+        timeout_s: float = ANSWER_S,
         *,
         left_s: Callable[[], float] = lambda: math.inf,
     ) -> T:
@@ -175,7 +176,9 @@ class HostChannel:
                     self._answers[arrived.call] = arrived
         return decoded(self._answers.pop(call), decoder)
 
-    def call(self, function: str, decoder: msgspec.json.Decoder[T], timeout_s: float, /, **arguments: Any) -> T:
+    def call(
+        self, function: str, decoder: msgspec.json.Decoder[T], timeout_s: float = ANSWER_S, /, **arguments: Any
+    ) -> T:
         """Call a function, and return its answer; raise as ``answer`` does."""
         return self.answer(self.send(function, **arguments), decoder, timeout_s)
 
@@ -255,4 +258,4 @@ def _is_bounded(value: Any) -> bool:
         return all(map(_is_bounded, value.values() if isinstance(value, dict) else value))
     if isinstance(value, str):
         return len(value) <= MAX_TEXT_CHARS
-    return not isinstance(value, int) or value.bit_length() <= MAX_INT_BITS
+    return not isinstance(value, int) or value.bit_length() <= MAX_INT_BITS  # byte counts fit

@@ -24,9 +24,7 @@ from trainer.host.memory import Memory, read_usable_memory
 from trainer.host.nvml import RawGpu, ask_driver
 from trainer.host.processes import owner_and_name
 
-MIB = 1 << 20
-
-FREE_BELOW_BYTES = 500 * MIB
+FREE_BELOW_BYTES = 500 << 20
 """Memory that the driver and a display may hold on an idle GPU."""
 FREE_BELOW_SHARE = 0.05
 """The same as a share of a GPU's memory; the larger of both counts."""
@@ -150,7 +148,7 @@ def why_busy(gpu: Gpu) -> str:
     if gpu.memory_used_bytes is not None:
         allowed = max(FREE_BELOW_BYTES, FREE_BELOW_SHARE * (gpu.memory_total_bytes or 0))
         if gpu.memory_used_bytes >= allowed:
-            return f"{gpu.memory_used_bytes / MIB:.0f} MiB in use"
+            return f"{gpu.memory_used_bytes / (1 << 20):.0f} MiB in use"
     elif gpu.processes is None:
         return "its use is not reported"
     if gpu.utilization_percent is not None and gpu.utilization_percent >= FREE_BELOW_PERCENT:

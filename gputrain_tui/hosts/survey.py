@@ -11,15 +11,13 @@ from functools import partial
 import msgspec
 
 from gputrain_tui.hosts.first_answers import FirstAnswers
-from gputrain_tui.hosts.host_channel import HostError
+from gputrain_tui.hosts.host_channel import ANSWER_S, HostError
 from gputrain_tui.hosts.inventory import Inventory
 from gputrain_tui.hosts.ssh import Ssh
 from trainer.contract.errors import RequestError
 
 MAX_PARALLEL_HOSTS = 64
-"""Hosts that are queried at a time: each costs an ssh process and a thread here."""
-HOST_TIMEOUT_S = 12.0
-"""Time limit of one host, from connecting to the end of its answer; most answer within a second."""
+"""Hosts that answer a request at a time: each costs an ssh process and a thread here."""
 INVENTORY = msgspec.json.Decoder(Inventory)
 """Made before any thread: msgspec crashes if several threads decode a type for the first time."""
 
@@ -35,9 +33,7 @@ class HostReport:
     """One line; empty with an inventory."""
 
 
-def query_host(
-    host: str, ssh: Ssh, *, timeout_s: float = HOST_TIMEOUT_S, first: FirstAnswers | None = None
-) -> HostReport:
+def query_host(host: str, ssh: Ssh, *, timeout_s: float = ANSWER_S, first: FirstAnswers | None = None) -> HostReport:
     """Return the inventory of one host, or the reason why there is none; ``first`` is shared with other hosts."""
     try:
         with ssh.shared_channel(host) as channel:
@@ -78,7 +74,7 @@ class HostSurvey:
 def query_hosts(
     hosts: Iterable[str],
     *,
-    timeout_s: float = HOST_TIMEOUT_S,
+    timeout_s: float = ANSWER_S,
     query: Callable[..., HostReport] | None = None,
     ssh: Ssh | None = None,
 ) -> list[HostReport]:

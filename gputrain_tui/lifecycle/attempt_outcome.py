@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gputrain_tui.lifecycle.remote_nodes import path_with_host
+from gputrain_tui.state.standstill import MIN_RECORD_BYTES
 from gputrain_tui.tables import ranks_text
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import (
@@ -27,14 +28,10 @@ from trainer.contract.outcome import (
     signal_name,
 )
 from trainer.contract.record import AnyEvent, Failure, NodeSample, RankState, RunDir, decode_events
-from trainer.contract.record.regular_file import open_regular, read_part, read_tail, size_of
+from trainer.contract.record.regular_file import TAIL_BYTES, open_regular, read_part, read_tail, size_of
 from trainer.contract.rendezvous_url import port_in_use
 
-TAIL_BYTES = 1 << 20
-"""Bytes at the end of an event file that are searched for the end of its rank."""
 LOG_BYTES = 64 << 10
-ROOM_BYTES = 16 << 10
-"""Free space below which ranks may have been unable to write their last events."""
 ACCEPTED_STATES = ("training", "validating", "saving", "finished")
 """States of a rank that has accepted the request and can no longer refuse it."""
 STOPPED = frozenset({int(ExitCode.STOPPED), -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP})
@@ -91,10 +88,10 @@ def holds_work(run_dir: RunDir) -> bool:
 
 
 def disk_is_full(run_dir: RunDir) -> bool:
-    """Whether the disk of the run directory, or its quota, has less than ``ROOM_BYTES`` left."""
+    """Whether the disk of the run directory, or its quota, has less than ``MIN_RECORD_BYTES`` left."""
     probe = run_dir.path / f".room-{os.getpid()}"
     try:
-        probe.write_bytes(b"\0" * ROOM_BYTES)
+        probe.write_bytes(b"\0" * MIN_RECORD_BYTES)
     except OSError as error:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     finally:

@@ -12,13 +12,11 @@ from pathlib import PurePosixPath
 
 from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.status_file import ENDED
+from gputrain_tui.hosts.host_channel import ANSWER_S
 from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.lifecycle.leftovers import processes_of, supervisors_of
 from gputrain_tui.lifecycle.remote_nodes import remote_nodes
 from trainer.contract.errors import RequestError
-
-REMOTE_TIMEOUT_S = 15.0
-"""Time limit for all hosts together; a host that does not answer in time keeps its small folder."""
 
 
 def delete_refused(run: Run) -> None:
@@ -33,7 +31,7 @@ def delete_refused(run: Run) -> None:
             argv = ssh.command_line(host, "rm", "-rf", "--", shlex.quote(path))
             null = subprocess.DEVNULL
             processes.append(subprocess.Popen(argv, stdin=null, stdout=null, stderr=null))
-    deadline = time.monotonic() + REMOTE_TIMEOUT_S
+    deadline = time.monotonic() + ANSWER_S  # a host that does not answer in time keeps its small folder
     try:
         for process in processes:
             with suppress(subprocess.TimeoutExpired):

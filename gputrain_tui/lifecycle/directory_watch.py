@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.node_process import NodeProcess
+from gputrain_tui.lifecycle.polling import wait_until
 from gputrain_tui.output import log_line
 from gputrain_tui.plan.planner import Plan
 from trainer.contract.record import Failure, Finding, RunDir, read_stack_request, write_atomically
@@ -24,7 +24,6 @@ CHECK_S = 1.0
 SILENT_S = 5.0
 """Silence of a host, which answers once a second, from which it is reported; the run is not diagnosed meanwhile, as
 the record of its ranks ends where the connection broke."""
-POLL_S = 0.1
 MAX_STOP_BYTES = 80
 BEAT_TIMEOUT_S = 5.0
 """Time for the mtime of the lock to change; a supervisor updates it once a second, a network file system delays it."""
@@ -49,25 +48,9 @@ def supervisor_beats(run_dir: RunDir) -> bool:
     """Whether a supervisor on any host is alive: wait until it updates the mtime of the lock."""
     try:
         before = run_dir.lock.stat().st_mtime_ns
-        deadline = time.monotonic() + BEAT_TIMEOUT_S
-        while time.monotonic() < deadline:
-            if run_dir.lock.stat().st_mtime_ns != before:
-                return True
-            time.sleep(POLL_S)
+        return wait_until(lambda: run_dir.lock.stat().st_mtime_ns != before, BEAT_TIMEOUT_S)
     except OSError:
         return False
-    return False
-
-
-def await_end(run_dir: RunDir, timeout_s: float) -> bool:
-    """Wait until the status is final; return whether it is within ``timeout_s``."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        status = read_status(run_dir)
-        if status is not None and status.status in ENDED:
-            return True
-        time.sleep(POLL_S)
-    return False
 
 
 class DirectoryWatch:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from gputrain_tui.lifecycle.polling import wait_until
 from trainer.host.process_identity import is_alive, unmarked_processes
-from trainer.host.processes import RUN, SUCCESSOR, SUPERVISOR, ancestors, is_same_directory, pids, run_of
+from trainer.host.processes import RUN, SUPERVISOR, ancestors, is_same_directory, pids, run_of
 
 
 def processes_of(run_dir: Path) -> list[int]:
@@ -23,18 +23,8 @@ def processes_of(run_dir: Path) -> list[int]:
 
 
 def supervisors_of(run_dir: Path) -> list[int]:
-    """Return the living supervisors of a run: one, or two until a second one is refused."""
+    """Return the living supervisors of a run: its own, a successor that waits, and one that is about to be refused."""
     return sorted(pid for pid, path in _processes_with([SUPERVISOR]) if is_same_directory(path, str(run_dir)))
-
-
-def dismiss_successors(run_dir: Path) -> None:
-    """End the processes that would take over from a supervisor of the run, which is about to be killed."""
-    for pid, path in _processes_with([SUCCESSOR]):
-        descriptor = open_process(pid, run_dir, SUCCESSOR) if is_same_directory(path, str(run_dir)) else None
-        if descriptor is not None:
-            with suppress(OSError):
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-            os.close(descriptor)
 
 
 def living_runs(folder: Path) -> dict[str, Path]:
@@ -78,12 +68,11 @@ def kill_processes(run_dir: Path, *, keep: Collection[int] = ()) -> list[int]:
 
     Besides those with its environment variable, these are the ones without it that a killed node agent has listed.
     """
-    deadline = time.monotonic() + 5.0
-    while True:
+    left: list[int] = []
+
+    def are_gone() -> bool:
         listed = {process.pid: process for process in unmarked_processes(run_dir)}
-        left = [pid for pid in (*processes_of(run_dir), *listed) if pid not in keep]
-        if not left or time.monotonic() > deadline:
-            return left
+        left[:] = [pid for pid in (*processes_of(run_dir), *listed) if pid not in keep]
         for pid in left:
             process = listed.get(pid)
             descriptor = open_process(pid, run_dir) if process is None else _open_if(pid, partial(is_alive, process))
@@ -91,4 +80,7 @@ def kill_processes(run_dir: Path, *, keep: Collection[int] = ()) -> list[int]:
                 with suppress(OSError):
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                 os.close(descriptor)
-        time.sleep(0.02)
+        return not left
+
+    wait_until(are_gone, timeout_s=5.0)
+    return left

@@ -9,23 +9,20 @@ from __future__ import annotations
 import fcntl
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
 from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.lifecycle import attempt_outcome, leftovers
-from gputrain_tui.lifecycle.attempt import AttemptResult, delete_temporary_files, failed, read_attempt
+from gputrain_tui.lifecycle.attempt import AttemptResult, failed, read_attempt
+from gputrain_tui.lifecycle.polling import wait_until
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.planner import Plan
 from trainer.contract.errors import ExitCode
 from trainer.contract.record import RunDir, RunEnded, decode_events
 from trainer.contract.record.regular_file import open_to_append, read_tail
-
-LOCK_POLL_S = 0.02
-TAIL_BYTES = 1 << 16
-"""Bytes at the end of the run's own events in which the last one is searched."""
+from trainer.host.temporary_folder import delete_temporary_folders
 
 
 def take_lock(lock: IO[bytes], *, patience_s: float, give_up: Callable[[], bool] = bool) -> bool:
@@ -33,16 +30,15 @@ def take_lock(lock: IO[bytes], *, patience_s: float, give_up: Callable[[], bool]
 
     A process that a killed supervisor was forking holds it until its exec: hence ``patience_s``.
     """
-    deadline = time.monotonic() + patience_s
-    while True:
+
+    def is_taken() -> bool:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() >= deadline or give_up():
-                return False
-            time.sleep(LOCK_POLL_S)
-        else:
-            return True
+            return False
+        return True
+
+    return wait_until(lambda: is_taken() or give_up(), patience_s) and is_taken()
 
 
 def is_recorded(run_dir: RunDir) -> bool:
@@ -59,7 +55,7 @@ def recorded_exit_code(run_dir: RunDir, plan: Plan) -> int | None:
     status, writer = read_status(run_dir), RunStatusWriter(run_dir, plan)
     if status is None or status.status not in ENDED:
         try:
-            events = decode_events(read_tail(run_dir.run_events, TAIL_BYTES).rpartition(b"\n")[0] + b"\n")
+            events = decode_events(read_tail(run_dir.run_events).rpartition(b"\n")[0] + b"\n")
         except OSError:
             return None
         if not events or not isinstance(events[-1], RunEnded):
@@ -87,7 +83,7 @@ def record_end(run_dir: RunDir, plan: Plan, returncode: int, *, give_up: Callabl
             return code
         launched = read_attempt(run_dir)
         left = leftovers.kill_processes(run_dir.path)
-        delete_temporary_files(run_dir, [node.node for node in plan.nodes], Path(launched.tmp))
+        delete_temporary_folders(run_dir.path, [node.node for node in plan.nodes], Path(launched.tmp))
         if not left:
             attempt_outcome.delete_partial_checkpoints(run_dir)
         ended = _result(run_dir, plan, returncode, launched.since)

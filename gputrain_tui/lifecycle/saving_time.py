@@ -9,9 +9,6 @@ from gputrain_tui.recipe.model import Recipe
 from trainer.contract.record import Checkpoint, RunDir, Step, decode_events
 from trainer.contract.record.regular_file import read_tail
 
-TAIL_BYTES = 1 << 20
-"""Bytes at the end of rank 0's events in which its last steps and checkpoints are searched."""
-
 
 def saving_time_s(run_dir: RunDir) -> float | None:
     """Return how long a run takes to save, seconds: its longest step, which must end first, and its longest write.
@@ -19,7 +16,7 @@ def saving_time_s(run_dir: RunDir) -> float | None:
     Both are of the end of its record; None if there is no checkpoint.
     """
     try:
-        events = decode_events(read_tail(run_dir.rank_events(0), TAIL_BYTES).partition(b"\n")[2])
+        events = decode_events(read_tail(run_dir.rank_events(0)).partition(b"\n")[2])
     except OSError:
         return None
     writes_ms = [event.write_ms for event in events if isinstance(event, Checkpoint)]

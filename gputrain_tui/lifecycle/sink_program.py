@@ -23,14 +23,12 @@ from trainer.host.descendants import adopt_orphans
 
 POLL_S = 1.0
 """Time between two reads of the record."""
-NICENESS = 10
-"""Lower priority than the ranks, for machines with too few cores."""
 
 
 def main() -> int:
     """Write the record of a run to a sink until standard input is closed; return the exit code."""
     run_dir, name, target = RunDir(Path(sys.argv[1])), sys.argv[2], sys.argv[3]
-    os.nice(NICENESS)
+    os.nice(10)  # below the ranks, for machines with too few cores
     adopt_orphans()  # wandb's processes stay descendants of this one, with which they are killed
     lock = open_to_append(run_dir.report_lock(name))
     fcntl.flock(lock, fcntl.LOCK_EX)  # waits for the sink of a previous supervisor to end

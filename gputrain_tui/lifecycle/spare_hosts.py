@@ -24,8 +24,6 @@ from trainer.contract.errors import RequestError
 from trainer.contract.record import RunDir, recorded_checkpoints, write_atomically
 
 EXISTS = msgspec.json.Decoder(bool)
-EXISTS_TIMEOUT_S = 15.0
-"""Time limit of a host's answer about one file, connecting included."""
 OF_LAUNCH = ("save folder", "run folder")
 """Checks of this machine's folders, in which the run has written already."""
 
@@ -135,7 +133,7 @@ class SpareHosts:
             exists = newest.exists()
         else:
             with Ssh().shared_channel(spare) as channel:
-                exists = channel.call("exists", EXISTS, EXISTS_TIMEOUT_S, path=str(newest))
+                exists = channel.call("exists", EXISTS, path=str(newest))
         if not exists:
             raise RequestError(
                 f"the checkpoint {newest} is on {lost} alone; set train.save_dir to a folder that all hosts see"

@@ -35,16 +35,13 @@ def request_stacks(run_dir: RunDir, *, native: bool = False) -> str:
     return request
 
 
-def collect_stacks(
-    run: Run, ranks: Collection[int], *, native: bool = False, timeout_s: float = TIMEOUT_S
-) -> list[RankStacks]:
+def collect_stacks(run: Run, ranks: Collection[int], *, native: bool = False) -> list[RankStacks]:
     """Ask a run for the stacks of its ranks; return the answers that came, one per rank.
 
     Args:
         run: a running run.
         ranks: the ranks whose answers are waited for.
         native: wait for the native frames of those that answer, too.
-        timeout_s: longest wait for the answers without native frames.
 
     Raises:
         RequestError: the run directory cannot be written.
@@ -61,7 +58,7 @@ def collect_stacks(
             missing = not answers.keys() >= set(ranks)
             late = native and any(not (each.native or each.native_problem) for each in answers.values())
             waited_s = time.monotonic() - begun
-            if not (missing and waited_s < timeout_s) and not (late and waited_s < NATIVE_TIMEOUT_S):
+            if not (missing and waited_s < TIMEOUT_S) and not (late and waited_s < NATIVE_TIMEOUT_S):
                 break
             time.sleep(POLL_S)
             over = is_over(run.dir)

@@ -6,23 +6,22 @@ import os
 import select
 import signal
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from gputrain_tui import paths
 from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.run_folders import Run, find, open_run
-from gputrain_tui.history.status_file import ENDED
+from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.lifecycle import attempt_outcome, launchers
-from gputrain_tui.lifecycle.directory_watch import await_end, supervisor_beats, write_stop_file
+from gputrain_tui.lifecycle.directory_watch import supervisor_beats, write_stop_file
 from gputrain_tui.lifecycle.leftovers import (
-    dismiss_successors,
     kill_processes,
     living_runs,
     open_process,
     supervisors_of,
 )
+from gputrain_tui.lifecycle.polling import wait_until
 from gputrain_tui.lifecycle.remote_nodes import attempt_folders
 from gputrain_tui.lifecycle.supervisor_process import adopt
 from gputrain_tui.plan.planner import stop_grace
@@ -39,7 +38,6 @@ SUPERVISOR_EXIT_S = 5.0
 """Time for the supervisor beyond the time limits of the ranks, and time to end after SIGKILL."""
 SUPERVISOR_START_S = 3.0
 """Time for the supervisor process of a new run to exist; its modules may take longer to load."""
-POLL_S = 0.02
 MAX_SUPERVISORS = 3
 """Supervisors that are stopped in turn: the run's own, and adopting ones that another command may start meanwhile."""
 
@@ -98,8 +96,9 @@ def stop(run: Run, origin: int = STOP_COMMAND_SIGNAL) -> tuple[str, list[int]]:
     now, problem = run, ""
     for _ in range(MAX_SUPERVISORS):
         in_order = _end_supervisors(path, _stop_timeout_s(run.dir), origin)
+        taken_over |= not all(in_order)
         if not path.exists():
-            return _stop_without_record(path, origin, complete=in_order and not taken_over)
+            return _stop_without_record(path, origin, complete=bool(in_order) and not taken_over)
         now = open_run(path) or now
         if now.state in ENDED:
             break
@@ -122,7 +121,12 @@ def _stop_through_file(run: Run, host: str, origin: int) -> tuple[str, list[int]
         write_stop_file(run.dir, STOP_REASONS[origin])
     except OSError as error:
         raise RequestError(f"stop: {run.dir.stop} cannot be written: {error.strerror}") from None
-    if not await_end(run.dir, _stop_timeout_s(run.dir)):
+
+    def has_ended() -> bool:
+        status = read_status(run.dir)
+        return status is not None and status.status in ENDED
+
+    if not wait_until(has_ended, _stop_timeout_s(run.dir)):
         raise RequestError(f"stop: {run.id} runs on {host} and has not ended; stop it there")
     return _report(open_run(run.dir.path) or run, [], was_over=False), []
 
@@ -157,7 +161,8 @@ def _stop_without_record(path: Path, origin: int, *, complete: bool = False) -> 
 
     ``complete``: its own supervisor has ended all of them before.
     """
-    complete |= _end_supervisors(path, _stop_timeout_s(RunDir(path)), origin)
+    in_order = _end_supervisors(path, _stop_timeout_s(RunDir(path)), origin)
+    complete |= bool(in_order) and all(in_order)
     left = kill_processes(path)
     run = open_run(path)
     if run is not None and run.state in ENDED:  # its supervisor has written the status again
@@ -183,39 +188,35 @@ def _stop_timeout_s(run_dir: RunDir) -> float:
 def _await_supervisor(run: Run) -> None:
     """Wait until the supervisor process of a new run exists, as long as the command that created the run is alive."""
     creator = run.status.supervisor
-    until = time.monotonic() + SUPERVISOR_START_S
-    while run.state == "starting" and creator is not None and time.monotonic() < until:
-        if supervisors_of(run.dir.path) or not is_alive(creator):
-            return
-        time.sleep(POLL_S)
+    if run.state == "starting" and creator is not None:
+        wait_until(lambda: bool(supervisors_of(run.dir.path)) or not is_alive(creator), SUPERVISOR_START_S)
 
 
-def _end_supervisors(run_dir: Path, patience_s: float, origin: int) -> bool:
-    """Send a stop request to the supervisors of a run, wait for their end, and return whether all ended by themselves.
+def _end_supervisors(run_dir: Path, patience_s: float, origin: int) -> list[bool]:
+    """Send a stop request to the supervisors of a run, wait for their end, and return for each if it ended by itself.
 
-    A supervisor adopts the orphans of its run and kills them at its end. Return False if there is none.
+    A supervisor adopts the orphans of its run and kills them at its end. A successor stops the run once it takes over.
     """
-    in_order = []
-    for pid in supervisors_of(run_dir):
-        descriptor = open_process(pid, run_dir, SUPERVISOR)
-        if descriptor is not None:
-            try:
-                in_order.append(_end_supervisor(run_dir, pid, descriptor, patience_s, origin))
-            finally:
-                os.close(descriptor)
-    return bool(in_order) and all(in_order)
+    opened = [(pid, open_process(pid, run_dir, SUPERVISOR)) for pid in supervisors_of(run_dir)]
+    supervisors = [(pid, descriptor) for pid, descriptor in opened if descriptor is not None]
+    try:
+        for _, descriptor in supervisors:
+            for number in (origin, signal.SIGCONT):  # a stopped process runs no handler
+                with suppress(OSError):
+                    signal.pidfd_send_signal(descriptor, number)
+        return [_await_end(pid, descriptor, patience_s) for pid, descriptor in supervisors]
+    finally:
+        for _, descriptor in supervisors:
+            os.close(descriptor)
 
 
-def _end_supervisor(run_dir: Path, pid: int, descriptor: int, patience_s: float, origin: int) -> bool:
-    """Send a stop request to a supervisor; kill it if it is held (stopped or traced) or too slow, and return False."""
+def _await_end(pid: int, descriptor: int, patience_s: float) -> bool:
+    """Wait for the end of a supervisor; kill it if it is held (stopped or traced) or too slow, and return False."""
     waiter = select.poll()
     waiter.register(descriptor, select.POLLIN)
     with suppress(OSError):
-        for number in (origin, signal.SIGCONT):  # a stopped process runs no handler
-            signal.pidfd_send_signal(descriptor, number)
         if waiter.poll(HELD_S * 1000) or (not is_held(pid) and waiter.poll(patience_s * 1000)):
             return True
-        dismiss_successors(run_dir)
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
     waiter.poll(SUPERVISOR_EXIT_S * 1000)
     return False

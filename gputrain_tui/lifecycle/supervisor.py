@@ -14,7 +14,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,45 +23,28 @@ from typing import TYPE_CHECKING
 from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.hosts.host_names import CHANNELS
 from gputrain_tui.lifecycle import attempt_outcome, leftovers, run_end
-from gputrain_tui.lifecycle.attempt import (
-    Attempt,
-    AttemptResult,
-    attempt_result,
-    delete_temporary_files,
-    failed,
-    read_attempt,
-    with_note,
-    write_attempt,
-)
+from gputrain_tui.lifecycle.attempt import AttemptResult, failed, read_attempt, with_note
 from gputrain_tui.lifecycle.diagnosis_watch import RunDiagnosis
 from gputrain_tui.lifecycle.directory_watch import DirectoryWatch, silence_findings
 from gputrain_tui.lifecycle.launchers import Launcher, launcher
 from gputrain_tui.lifecycle.network_watch import NetworkWatch
-from gputrain_tui.lifecycle.node_process import NodeProcess
+from gputrain_tui.lifecycle.node_group import NodeGroup
 from gputrain_tui.lifecycle.record_gap_watch import RecordGaps
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.lifecycle.successor import SUCCESSOR_DELAY_S, Successor
-from gputrain_tui.plan.planner import Plan, stop_grace
-from trainer.contract.errors import ExitCode, RequestError, printable
-from trainer.contract.outcome import SAVE_TIMEOUT_S, answer_s
+from gputrain_tui.plan.planner import Plan
+from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.record import Finding, RunDir
 from trainer.contract.record.regular_file import open_to_append
-from trainer.contract.stop_level import StopLevel
 from trainer.host.descendants import adopt_orphans, kill_descendants, reap
-from trainer.host.processes import RUN, SUPERVISOR
-from trainer.host.stop_request import NOW_SIGNAL, StopRequest
-from trainer.host.temporary_folder import system_folder
+from trainer.host.processes import SUPERVISOR
+from trainer.host.stop_request import StopRequest
+from trainer.host.temporary_folder import delete_temporary_folders, system_folder
 
 if TYPE_CHECKING:
     from gputrain_tui.lifecycle.next_attempt import NextAttempt
     from gputrain_tui.lifecycle.report_sinks import ReportSinks
 
-STOP_GRACE_S = 5.0
-"""Time for the nodes to exit after a stop without saving; for one with saving, in addition to the time limits of the
-ranks to answer and to save."""
-FAILURE_GRACE_S = 1.5
-"""Time for the other nodes to exit after one has failed, so that all have ended within two seconds."""
-SWEEP_S = 5.0
 LOCK_TIMEOUT_S = 1.0
 """Time for an adopting supervisor to get the lock, which a process that was being forked may hold for a moment."""
 
@@ -93,10 +76,6 @@ class Supervisor:
         self._network = NetworkWatch(node_launcher)
         self._directory = DirectoryWatch(run_dir, self._stop_request)
         self._gaps = RecordGaps(run_dir, plan)
-        self._over_before: set[int] = set()
-        """Nodes that had ended, with unfinished ranks, when the run was adopted."""
-        self._silent: set[int] = set()
-        """Nodes whose hosts do not answer."""
         self._report: ReportSinks | None = None
         needs_successor = may_restart and not leased and node_launcher.has_successor
         self._successor = Successor(
@@ -124,20 +103,20 @@ class Supervisor:
 
     def _run_attempts(self) -> AttemptResult:
         if self._adopting:
-            attempt = self._adopt()
+            nodes = self._adopt()
         else:
             try:
                 self._plan = self._launcher.place(self._plan, self.dir)
             except RequestError as error:
                 return failed("request", str(error))
-            attempt = self._launch(self._plan)
+            nodes = self._launch(self._plan)
             self._status_writer.started()  # after the launch, so that it does not delay the first step
-            write_attempt(self.dir, attempt)
+            nodes.write()
             self._begin_report()
         next_attempt: NextAttempt | None = None
         while True:
-            self._watch(attempt)
-            ended = self._result_of(attempt)
+            self._watch(nodes)
+            ended = self._result_of(nodes)
             is_over = ended.failure is None or self._stop_request.reason is not None or not self._may_restart
             if is_over or self._sweep():
                 return ended
@@ -147,34 +126,22 @@ class Supervisor:
                 next_attempt = NextAttempt(
                     self.dir, self._launcher, self._status_writer, self._stop_request, self._diagnosis
                 )
-            again = next_attempt.plan(self._plan, ended, attempt.since)
+            again = next_attempt.plan(self._plan, ended, nodes.since)
             if isinstance(again, AttemptResult):
                 return again
-            self._plan, self._adopting = again, False
-            self._over_before.clear()
+            self._plan = again
             self._gaps.change_plan(again)
-            attempt = self._launch(again)
-            write_attempt(self.dir, attempt)
+            nodes = self._launch(again)
+            nodes.write()
 
-    def _launch(self, plan: Plan) -> Attempt:
-        attempt = Attempt(since=attempt_outcome.event_file_sizes(self.dir), tmp=self._tmp)
+    def _launch(self, plan: Plan) -> NodeGroup:
+        nodes = self._group(plan, attempt_outcome.event_file_sizes(self.dir))
         self._record(self._gaps.begin_attempt())
-        self._launcher.begin_attempt(self.dir)
-        env = {RUN: str(self.dir.path)}
-        for node in plan.nodes:
-            if self._stop_request.reason is not None:
-                break
-            self.dir.node_result(node.node).unlink(missing_ok=True)
-            try:
-                process = self._launcher.launch(node, self.dir, env=env, leased=self.leased)
-            except OSError as error:
-                message = f"node {node.node}: cannot start {node.argv[0]}: {error.strerror or error}"
-                attempt.failure = failed("launch", message, host=node.host).failure
-                self._stop(attempt, StopLevel.NOW, FAILURE_GRACE_S)
-                break
-            attempt.running[process.fileno()] = process
-            self._poll.register(process, select.POLLIN)
-        return attempt
+        nodes.launch(self._stop_request)
+        return nodes
+
+    def _group(self, plan: Plan, since: Mapping[str, int]) -> NodeGroup:
+        return NodeGroup(self.dir, plan, self._launcher, self._poll, since=since, tmp=self._tmp, leased=self.leased)
 
     def _record(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
@@ -183,56 +150,35 @@ class Supervisor:
     def _warn(self, problems: Sequence[str]) -> None:
         self._record(Finding(time=time.time(), kind="not_reported", message=problem) for problem in problems)
 
-    def _adopt(self) -> Attempt:
-        """Take over the nodes of a killed supervisor; those of a leased run on this machine have ended with it."""
+    def _adopt(self) -> NodeGroup:
         launched = read_attempt(self.dir)
         self._tmp = Path(launched.tmp)
         self._status_writer.take_over()
         self._begin_report()
-        attempt = Attempt(since=launched.since, tmp=self._tmp)
-        for node in self._plan.nodes:
-            identity = launched.processes.get(node.node)
-            process = self._launcher.adopt(node, self.dir, identity, leased=self.leased)
-            if process is not None:
-                attempt.running[process.fileno()] = process
-                self._poll.register(process, select.POLLIN)
-                continue
-            missing = attempt_outcome.unfinished(self.dir, node.node, node.ranks, attempt.since)
-            self._over_before |= {node.node} if missing else set()
-            attempt.ended[node.node] = attempt_outcome.NodeEnd(
-                host=node.host, exit_code=ExitCode.FAILED, unfinished=missing
-            )
-        if any(end.unfinished for end in attempt.ended.values()):
-            self._stop(attempt, StopLevel.NOW, FAILURE_GRACE_S)
-        return attempt
+        nodes = self._group(self._plan, launched.since)
+        nodes.adopt(launched.processes)
+        return nodes
 
-    def _watch(self, attempt: Attempt) -> None:
+    def _watch(self, nodes: NodeGroup) -> None:
         """Wait until all nodes have ended; stop them at a stop request and at the first failure."""
-        while attempt.running:
-            if self._stop_request.level > attempt.stop_level:
-                self._stop(attempt, self._stop_request.level, self._grace_s())
-            due = min(self._directory.due, self._gaps.due, math.inf if attempt.stop_level else self._diagnosis.due)
-            for descriptor in self._wait(due if attempt.deadline is None else min(attempt.deadline, due)):
-                process = attempt.running.get(descriptor)
-                code = process.poll() if process is not None else None
-                if process is not None and code is not None:
-                    self._node_ended(attempt, descriptor, process, code)
-                elif process is not None:  # its identity is known, as its host has answered
-                    write_attempt(self.dir, attempt)
+        while nodes.running:
+            if self._stop_request.level > nodes.stop_level:
+                nodes.stop(self._stop_request.level, step_s=self._diagnosis.step_s)
+                self._status_writer.stopping()
+            due = min(self._directory.due, self._gaps.due, math.inf if nodes.stop_level else self._diagnosis.due)
+            for descriptor in self._wait(min(nodes.deadline, due)):
+                nodes.check(descriptor)
             if time.monotonic() >= self._directory.due:
                 self._directory.check()
-                self._launcher.request_stacks(attempt.running.values(), self._directory.stack_request)
-                self._record(silence_findings(self._silent, attempt.running.values(), self._plan))
+                self._launcher.request_stacks(nodes.running.values(), self._directory.stack_request)
+                self._record(silence_findings(nodes.silent, nodes.running.values(), self._plan))
                 self._follow_report()
                 self._successor.begin_if_due()
             if time.monotonic() >= self._gaps.due:
                 self._record(self._gaps.check())
-            if not attempt.stop_level and time.monotonic() >= self._diagnosis.due:
-                self._diagnose(attempt)
-            if attempt.deadline is not None and time.monotonic() >= attempt.deadline:
-                attempt.deadline = None
-                for process in attempt.running.values():
-                    process.kill()
+            if not nodes.stop_level and time.monotonic() >= self._diagnosis.due:
+                self._diagnose(nodes)
+            nodes.kill_if_due()
 
     def _wait(self, due: float) -> list[int]:
         """Sleep until a signal, an event of a node process or ``due``, monotonic seconds; return what is readable."""
@@ -241,64 +187,24 @@ class Supervisor:
         self._stop_request.drain()
         return ready
 
-    def _diagnose(self, attempt: Attempt) -> None:
+    def _diagnose(self, nodes: NodeGroup) -> None:
         """Diagnose the run and record its findings; end an attempt that has lost a host, or in which a rank hangs."""
-        if self._silent:
+        if nodes.silent:
             self._diagnosis.follow()
-            failure = self._diagnosis.lost_host(list(attempt.running.values()), self._plan)
+            failure = self._diagnosis.lost_host(list(nodes.running.values()), self._plan)
         else:
             self._record(self._diagnosis.check())
             self._status_writer.follow(self._diagnosis.state)
             failure = self._diagnosis.ended_by_network(self._network, self._plan)
             failure = failure or self._diagnosis.ended_by_hang(self._plan)
         if failure is not None:
-            attempt.failure = failure
-            self._stop(attempt, StopLevel.NOW, FAILURE_GRACE_S)
+            nodes.fail(failure)
 
-    def _node_ended(self, attempt: Attempt, descriptor: int, process: NodeProcess, code: int) -> None:
-        del attempt.running[descriptor]
-        self._silent.discard(process.node)
-        self._poll.unregister(descriptor)
-        process.close()
-        ranks = next(node.ranks for node in self._plan.nodes if node.node == process.node)
-        end = attempt_outcome.node_end(self.dir, process.node, ranks, attempt.since, code, host=process.host)
-        by_us = bool(attempt.stop_level) and (attempt.deadline is None or end.exit_code == -NOW_SIGNAL)
-        end = replace(end, host_error=printable(process.host_error), killed_by_us=by_us)
-        attempt.ended[process.node] = end
-        if end.unfinished and not attempt.stop_level:
-            self._stop(attempt, StopLevel.NOW, FAILURE_GRACE_S)
-
-    def _grace_s(self) -> float:
-        """Return the time for the nodes to exit at the stop level; node agents limit the time of their ranks."""
-        if self._stop_request.level == StopLevel.KILL:
-            return 0.0
-        if self._stop_request.level == StopLevel.NOW:
-            return STOP_GRACE_S
-        answers_s = [answer_s(stop_grace(node.argv), self._diagnosis.step_s) for node in self._plan.nodes]
-        return max(answers_s) + SAVE_TIMEOUT_S + STOP_GRACE_S
-
-    def _stop(self, attempt: Attempt, level: StopLevel, grace_s: float) -> None:
-        attempt.stop_level = level
-        deadline = time.monotonic() + grace_s
-        attempt.deadline = deadline if attempt.deadline is None else min(deadline, attempt.deadline)
-        for process in attempt.running.values():
-            process.stop(level)
-        if self._stop_request.reason is not None:
-            self._status_writer.stopping()
-
-    def _result_of(self, attempt: Attempt) -> AttemptResult:
+    def _result_of(self, nodes: NodeGroup) -> AttemptResult:
         self._directory.check()
         if self._directory.deleted is not None:
             return AttemptResult(status="failed", failure=self._directory.deleted)
-        result = attempt_result(
-            attempt,
-            self._plan,
-            self.dir,
-            stop_request=self._stop_request,
-            adopting=self._adopting,
-            over_before=self._over_before,
-            missing_rank=self._diagnosis.missing_rank,
-        )
+        result = nodes.result(self._stop_request, self._diagnosis.missing_rank)
         if result.failure is None:
             return result
         cause = self._network.cause(result.failure, self._plan)
@@ -307,14 +213,12 @@ class Supervisor:
     def _sweep(self) -> list[int]:
         """Kill the remaining processes of the run except sinks; return the pids of those that do not end."""
         keep = self._successor.pids() | (set() if self._report is None else self._report.pids())
-        left = sorted(
-            kill_descendants(run=str(self.dir.path), keep=keep, timeout_s=SWEEP_S, wait=self._stop_request.wait)
-        )
+        left = sorted(kill_descendants(run=str(self.dir.path), keep=keep, wait=self._stop_request.wait))
         reap()
         return left or (leftovers.kill_processes(self.dir.path, keep=keep) if self._adopting else [])
 
     def _close(self, ended: AttemptResult, left: list[int]) -> ExitCode:
-        delete_temporary_files(self.dir, [node.node for node in self._plan.nodes], self._tmp)
+        delete_temporary_folders(self.dir.path, [node.node for node in self._plan.nodes], self._tmp)
         if not left:
             attempt_outcome.delete_partial_checkpoints(self.dir)
         self._record(self._gaps.check(is_last=True))
@@ -322,7 +226,7 @@ class Supervisor:
             self.dir, [node.node for node in self._plan.nodes], self._gaps.standing()
         )
         level = self._stop_request.level
-        if ended.status == "finished" and not self._silent:
+        if ended.status == "finished":
             self._record(self._diagnosis.last_findings())
         state = self._diagnosis.state_at_end()
         if state is not None:  # on a full disk the record lacks these, too

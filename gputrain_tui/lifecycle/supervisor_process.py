@@ -74,15 +74,13 @@ def adopt(run: Run) -> Run:
     return open_run(run.dir.path) or run
 
 
-def await_supervisor(
-    run: Run, supervisor: subprocess.Popen[bytes], *, previous: ProcessIdentity | None, patience_s: float = 30.0
-) -> None:
+def await_supervisor(run: Run, supervisor: subprocess.Popen[bytes], *, previous: ProcessIdentity | None) -> None:
     """Wait until a new supervisor is in the status of its run, which other commands take for lost until then.
 
     Raises:
         RequestError: it did not start.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + 30.0
     while time.monotonic() < deadline:
         status = read_status(run.dir)
         if status is not None and (status.supervisor != previous or status.status in ENDED):

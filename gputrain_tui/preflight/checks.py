@@ -27,15 +27,13 @@ from trainer.host.resource_limits import MIN_SHM_BYTES, RANK_BYTES, SCRIPT_BYTES
 if TYPE_CHECKING:
     from gputrain_tui.hosts.inventory import Gpu
 
-MIB = 1 << 20
-GIB = 1 << 30
 
-MIN_RECORD_BYTES = 4 * MIB
+MIN_RECORD_BYTES = 4 << 20
 RECORD_FILES = 24
 """Files and folders of a run directory besides those of its ranks."""
 RECORD_FILES_PER_RANK = 4
 """Files of a rank: events, downsampled record, log and a temporary file."""
-LOW_DISK_BYTES = GIB
+LOW_DISK_BYTES = 1 << 30
 """Less free space gives a warning: a few checkpoints use it up."""
 
 
@@ -268,7 +266,7 @@ def _processors(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNo
     total, available, cores = facts.memory_total_bytes, facts.memory_available_bytes, facts.cores
     # Private memory of a CPU rank with a small model: 92 MiB measured, torch 2.13 from the fork server. Other models
     # need more; less available memory than this gives a warning.
-    cpu_rank_bytes = 90 * MIB
+    cpu_rank_bytes = 90 << 20
     need = ranks * (cpu_rank_bytes if recipe.script is None else SCRIPT_BYTES)
     if available is not None and need > available:
         yield warning(
@@ -304,8 +302,8 @@ def _shared_memory(
         return
     on_gpus = ranks if is_nccl(plan.backend) and ranks > 1 else 0
     # Shared memory of a data loading process: two batches in flight of some tens of MiB.
-    shm_per_worker_bytes = 64 * MIB
-    shm_per_gpu_bytes = 32 * MIB  # shared memory of one rank for the buffers of NCCL's SHM transport
+    shm_per_worker_bytes = 64 << 20
+    shm_per_gpu_bytes = 32 << 20  # shared memory of one rank for the buffers of NCCL's SHM transport
     need = max(workers * shm_per_worker_bytes, on_gpus * shm_per_gpu_bytes)
     if not need:
         return

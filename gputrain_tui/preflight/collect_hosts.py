@@ -28,6 +28,7 @@ from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.inventory import Inventory
 from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile
 from gputrain_tui.hosts.ssh import Ssh
+from gputrain_tui.hosts.survey import MAX_PARALLEL_HOSTS
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.preflight.collect import rendezvous_of
 from gputrain_tui.recipe.model import Recipe
@@ -82,12 +83,8 @@ class HostAnswer(msgspec.Struct, kw_only=True):
 
 HOST_TIMEOUT_S = 40.0
 """Time limit of a host's facts, connecting included: setup alone may take half of it; most hosts need a second."""
-QUESTION_TIMEOUT_S = 15.0
-"""Time limit of each further answer, the host's own unanswered connections included."""
 REACH_TIMEOUT_S = 4.0
 """Time limit of the connections between hosts: TCP sends its first packet three times in it."""
-MAX_HOSTS_AT_ONCE = 64
-"""Hosts that answer a request at a time: each costs a thread."""
 
 _CACHE: dict[str, Any] = {}
 """The newest collection: its ``request``, ``time`` (monotonic) and ``answers``."""
@@ -183,7 +180,7 @@ class _Collection:
                 self._answers[node.node] = HostAnswer(node=node.node, host=node.host, problem=problems[node.host])
         asked = [node for node in nodes if node.node not in self._answers and not is_local(node.host, self._local)]
         self._first = FirstAnswers(len(asked))
-        with ThreadPoolExecutor(min(len(nodes), MAX_HOSTS_AT_ONCE), thread_name_prefix="preflight") as pool:
+        with ThreadPoolExecutor(min(len(nodes), MAX_PARALLEL_HOSTS), thread_name_prefix="preflight") as pool:
             try:
                 self._on_all(pool, nodes, self._facts)
                 if self._file is not None:
@@ -245,7 +242,7 @@ class _Collection:
         self._answers[node.node] = HostAnswer(node=node.node, host=node.host, is_local=on_this_machine, facts=facts)
 
     def _write_token(self, node: PlannedNode) -> None:
-        if not self._channels[node.node].call("token", WRITTEN, QUESTION_TIMEOUT_S, token=self._token):
+        if not self._channels[node.node].call("token", WRITTEN, token=self._token):
             self._token = ""
 
     def _route(self, node: PlannedNode) -> None:
@@ -262,9 +259,9 @@ class _Collection:
                 "port": root.probe_port if root is not None else 0,
             },
         )
-        host_time = channel.answer(clock_call, CLOCK, QUESTION_TIMEOUT_S)
+        host_time = channel.answer(clock_call, CLOCK)
         received_at = time.time()
-        route = channel.answer(route_call, ROUTE, QUESTION_TIMEOUT_S)
+        route = channel.answer(route_call, ROUTE)
         require_addresses([text for text in (route.address, route.root) if text], 1)
         self._routes[node.node] = route
         answer.clock_offset_s = host_time - (sent_at + received_at) / 2
@@ -280,7 +277,7 @@ class _Collection:
             if number != node.node and answer.facts is not None and (address := self._address(number))
         }
         request = {"endpoints": endpoints, "timeout_s": REACH_TIMEOUT_S}
-        failed = self._channels[node.node].call("reach", UNREACHABLE, QUESTION_TIMEOUT_S, **request)
+        failed = self._channels[node.node].call("reach", UNREACHABLE, **request)
         answer = self._answers[node.node]
         answer.unreachable = {
             number: f"{endpoints[number][0]} ({why})" for number, why in failed.items() if number in endpoints

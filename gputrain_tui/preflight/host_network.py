@@ -15,9 +15,9 @@ import msgspec
 from gputrain_tui.hosts.host_channel import HostChannel, HostError
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.ssh import Ssh
+from gputrain_tui.hosts.survey import MAX_PARALLEL_HOSTS
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.preflight.collect_hosts import (
-    MAX_HOSTS_AT_ONCE,
     REACH_TIMEOUT_S,
     UNREACHABLE,
     require_addresses,
@@ -85,7 +85,7 @@ def probe_network(plan: Plan, local: LocalFacts) -> dict[tuple[str, str], bool]:
             channel.send("release")
             ssh.keep(channel)
 
-    with ThreadPoolExecutor(min(len(hosts), MAX_HOSTS_AT_ONCE), thread_name_prefix="network") as pool:
+    with ThreadPoolExecutor(min(len(hosts), MAX_PARALLEL_HOSTS), thread_name_prefix="network") as pool:
         for step in (listen, connect, release):
 
             def guarded(host: str) -> None:

@@ -31,7 +31,6 @@ from trainer.contract.options import Distributed, Script, Training
 from trainer.contract.rendezvous_url import FILE_URL, TCP_URL
 from trainer.contract.schema import MAX_INT_BITS, Option, describe
 
-LARGEST = 2**MAX_INT_BITS - 1
 NO_KEYS = {"maxProperties": 0}
 
 
@@ -182,7 +181,8 @@ def _value(option: Option, made: dict[str, Any]) -> dict[str, Any]:
     rule = {key: value for key, value in rule.items() if key not in ("description", "default")}
     one = rule["items"] if option.kind == "list" else rule
     if one.get("type") == "integer":
-        one |= {"minimum": one.get("minimum", -LARGEST), "maximum": one.get("maximum", LARGEST)}
+        largest = 2**MAX_INT_BITS - 1
+        one |= {"minimum": one.get("minimum", -largest), "maximum": one.get("maximum", largest)}
     if option.spellings:
         rule["enum"] = [*rule["enum"], *(name for name in option.spellings if name not in rule["enum"])]
     if option.or_kind:

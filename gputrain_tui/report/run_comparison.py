@@ -25,9 +25,6 @@ from gputrain_tui.report.step_blocks import (
 from gputrain_tui.state.figures import mean_phase_ms, mean_step_ms, samples_per_s, steps_per_s
 from gputrain_tui.state.totals import PHASES, Totals
 
-COMPARISON_SCHEMA_VERSION = 1
-"""Changes when a key goes or changes its meaning, not when one is added."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedRun:
@@ -87,7 +84,8 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
 class RunComparison(msgspec.Struct, frozen=True, kw_only=True):
     """Runs against the first one of them."""
 
-    schema_version: int = COMPARISON_SCHEMA_VERSION
+    schema_version: int = 1
+    """Changes when a key goes or changes its meaning, not when one is added."""
     runs: tuple[str, ...]
     """In rounds, those of the newest one."""
     rounds: tuple[tuple[str, ...], ...] = ()

@@ -15,9 +15,6 @@ from gputrain_tui.state.totals import PHASES, Totals
 from trainer.contract.outcome import RESTARTED
 from trainer.contract.record import Finding, NodeSample
 
-SCHEMA_VERSION = 1
-"""Changes when a key goes or changes its meaning, not when one is added."""
-
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What limits the run, in one line."""
@@ -122,7 +119,8 @@ class RecipeChange(msgspec.Struct, frozen=True, kw_only=True):
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """A run; every figure is the one that console, closing table and ``runs --json`` show."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = 1
+    """Changes when a key goes or changes its meaning, not when one is added."""
     id: str
     recipe: str
     state: str

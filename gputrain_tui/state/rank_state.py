@@ -26,6 +26,8 @@ from trainer.contract.record.unrecorded import COUNTS
 
 WINDOW = 50
 """Step events of a rank that its recent means cover."""
+KEPT = 1000
+"""Memory bound of each list of a run's events: a view shows the newest few."""
 MAX_GAPS = 100
 """Maximum number of gaps of a rank's record that are told apart."""
 MEMORY_SAMPLES = 600

@@ -12,7 +12,7 @@ from gputrain_tui.state.elapsed import Pace, elapsed_s, time_by_boot
 from gputrain_tui.state.figures import RunFigures, run_figures
 from gputrain_tui.state.finding_text import loss_is_nan, named_ranks
 from gputrain_tui.state.newest_metrics import NewestMetrics
-from gputrain_tui.state.rank_state import RankView, rank_outcome
+from gputrain_tui.state.rank_state import KEPT, RankView, rank_outcome
 from gputrain_tui.state.record_gaps import RECORD_ADVICE
 from gputrain_tui.state.share_changes import ShareChanges
 from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness, latest, synchronised
@@ -21,9 +21,6 @@ from trainer.contract import record
 from trainer.contract.outcome import RECORD_END_MISSING, RESTARTED, root_cause
 from trainer.contract.record.downsampled import DownsampledBlock
 from trainer.contract.record.unrecorded import RECORD_INCOMPLETE
-
-KEPT = 1000
-"""Memory bound of each list: a view shows the newest few."""
 
 
 class RunState:

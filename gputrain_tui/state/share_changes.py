@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from gputrain_tui.state.rank_state import RankView
+from gputrain_tui.state.rank_state import KEPT, RankView
 from trainer.contract.balanced_shares import ComputeTime
 from trainer.contract.record import ShareChange
 
-MAX_CHANGES = 1000
-"""Memory bound: a view shows the newest few."""
 CAUSES = {
     "start": "equal at the start",
     "learned": "by speeds that earlier runs measured",
@@ -26,7 +24,7 @@ class ShareChanges:
     """The changes of a run, the oldest first; none where shares are not balanced."""
 
     def __init__(self) -> None:
-        self.changes: deque[ShareChange] = deque(maxlen=MAX_CHANGES)
+        self.changes: deque[ShareChange] = deque(maxlen=KEPT)
 
     def add(self, event: ShareChange, ranks: Mapping[int, RankView]) -> None:
         """Take a change, or one again with what was measured after it; give each rank its share and its fit."""

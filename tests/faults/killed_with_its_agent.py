@@ -46,7 +46,6 @@ def main(folder: str) -> int:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-        leftovers.dismiss_successors(run.dir.path)
     until(lambda: not leftovers.processes_of(run.dir.path))
     print("daemons", daemons())
     done = bench.call("stop", run.id)

@@ -44,7 +44,7 @@ from gputrain_tui.lifecycle.live_run import LiveRun
 from trainer.contract.errors import RecordError, RequestError
 from trainer.contract.record import Step
 from trainer.contract.record.regular_file import open_regular, open_to_append, read_whole
-from trainer.host.temporary_folder import make_temporary_folder
+from trainer.host.temporary_folder import delete_temporary_folders, make_temporary_folder
 
 CPU_S = 5.0
 """Of a core, which no command takes; one that waits for ever takes none, and has ``LIMIT_S``."""
@@ -306,8 +306,6 @@ def test_a_line_without_an_end_is_not_kept(tmp_path: Path) -> None:
 def test_of_a_folder_that_a_killed_supervisor_s_file_names_only_the_run_s_own_folders_are_deleted(
     tmp_path: Path,
 ) -> None:
-    from gputrain_tui.lifecycle.attempt import delete_temporary_files
-
     run, other = (synthetic.run(tmp_path / name, steps=0) for name in ("one", "other"))
     named = tmp_path / "named"
     named.mkdir()
@@ -318,7 +316,7 @@ def test_of_a_folder_that_a_killed_supervisor_s_file_names_only_the_run_s_own_fo
     kept.append(named / f"{own.name[:-4]}ffff")
     kept[-1].symlink_to(kept[0])
     for folder in (named, Path("relative"), Path(), named / "missing"):
-        delete_temporary_files(run.dir, [0, 1], folder)
+        delete_temporary_folders(run.dir.path, [0, 1], folder)
     assert sorted(named.iterdir()) == sorted(kept)
 
 

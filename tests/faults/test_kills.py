@@ -56,10 +56,10 @@ def test_a_run_whose_supervisor_and_its_successor_are_killed_is_settled_by_the_c
     assert json.loads(out.splitlines()[-1])["type"] == "run_ended"
 
 
-def waiting_for(run: Run) -> list[int]:
-    """Return the successors that wait for the supervisor of a run."""
-    words = ["gputrain_tui.lifecycle.successor", str(run.dir.path)]
-    return [each.pid for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [])[-2:] == words]
+def successors_of(run: Run) -> list[int]:
+    """Return the successors of a run's supervisor: those that wait, and one that has taken over."""
+    words = [str(run.dir.path), "--adopt", "--restart"]
+    return [each.pid for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [])[-3:] == words]
 
 
 def test_a_killed_supervisor_of_a_detached_run_is_replaced_and_restarts_it(
@@ -71,11 +71,11 @@ def test_a_killed_supervisor_of_a_detached_run_is_replaced_and_restarts_it(
     recipe.write_text(recipe.read_text().replace("[[cluster.nodes]]", restarts))
     run = bench.train_detached(recipe)
     first = supervisor_pid(run)
-    until(lambda: waiting_for(run))
+    until(lambda: successors_of(run))
     os.kill(first, signal.SIGKILL)
     until(lambda: supervisor_pid(run) != first)
     second = supervisor_pid(run)
-    assert waiting_for(run) == [], "one that is killed at once is not replaced"
+    assert successors_of(run) == [second], "one that is killed at once is not replaced"
     os.kill(rank_pid(run, 0), signal.SIGKILL)
     until(lambda: len(first_updates(run)) == 2)
     status = read_status(run.dir)
@@ -88,9 +88,9 @@ def test_a_killed_supervisor_of_a_detached_run_is_replaced_and_restarts_it(
 
 def test_a_successor_that_waits_ends_with_its_run(bench: Bench) -> None:
     run = bench.train_detached(bench.recipe(FOR_EVER))
-    until(lambda: waiting_for(run))
+    until(lambda: successors_of(run))
     assert bench.call("stop", run.id).returncode == 0
-    assert waiting_for(run) == []
+    assert successors_of(run) == []
 
 
 @pytest.fixture(scope="module")

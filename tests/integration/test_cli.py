@@ -14,6 +14,7 @@ from gputrain_tui import VERSION, cli
 from gputrain_tui.history.run_folders import Run, create
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.recipe.json_schema import recipe_schema
+from trainer.contract.errors import BROKEN_PIPE_CODE
 from trainer.host.process_identity import identify
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +106,7 @@ def test_a_reader_that_goes_away_ends_a_command_quietly(run: Run) -> None:
     assert os.read(reading, 7) == b"a line "
     os.close(reading)
     _, error = process.communicate(timeout=300)
-    assert (process.returncode, error) == (cli.SIGPIPE_STATUS, b"")
+    assert (process.returncode, error) == (BROKEN_PIPE_CODE, b"")
 
 
 def test_a_terminal_that_knows_only_ascii_gets_the_rest_escaped(run: Run) -> None:

@@ -15,7 +15,6 @@ from fake_driver import fake_driver
 
 from gputrain_tui.hosts.host_channel import HostChannel
 from gputrain_tui.hosts.inventory import (
-    MIB,
     Gpu,
     GpuProcess,
     Inventory,
@@ -24,7 +23,7 @@ from gputrain_tui.hosts.inventory import (
 )
 
 ROOT = Path(__file__).parents[2]
-GIB = 1024 * MIB
+GIB = 1 << 30
 
 
 # --- NVML through its own bindings -----------------------------------------------------------------------------------

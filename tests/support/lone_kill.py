@@ -11,6 +11,8 @@ import psutil
 def kill_without_successor(supervisor: int) -> None:
     os.kill(supervisor, signal.SIGSTOP)  # so that it starts no successor meanwhile
     for child in psutil.Process(supervisor).children():
-        if "gputrain_tui.lifecycle.successor" in child.cmdline():
+        if any(
+            "gputrain_tui.lifecycle.supervisor" in word for word in child.cmdline()
+        ):  # also between its fork and its exec
             child.kill()
     os.kill(supervisor, signal.SIGKILL)

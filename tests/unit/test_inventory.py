@@ -8,7 +8,6 @@ import pytest
 
 from gputrain_tui.commands.gpus import report
 from gputrain_tui.hosts.inventory import (
-    MIB,
     Gpu,
     GpuProcess,
     Inventory,
@@ -23,7 +22,8 @@ from trainer.host.cores import Cpus
 from trainer.host.memory import Memory, read_memory
 from trainer.host.nvml import GpuReadings, RawGpu, RawProcess
 
-GIB = 1024 * MIB
+MIB = 1 << 20
+GIB = 1 << 30
 
 IDLE = Gpu(
     index=0,

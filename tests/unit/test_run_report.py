@@ -25,7 +25,7 @@ from gputrain_tui.report.run_charts import run_charts
 from gputrain_tui.report.run_report import RunReport, past_findings, run_report, verdict
 from gputrain_tui.report.step_blocks import StepBlocks
 from gputrain_tui.state import RunState
-from gputrain_tui.state.run_state import KEPT
+from gputrain_tui.state.rank_state import KEPT
 from gputrain_tui.tables import duration
 from trainer.contract.record import (
     AnyEvent,

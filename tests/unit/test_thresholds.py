@@ -1,4 +1,4 @@
-"""The table of the diagnosis' thresholds: each has a unit, a reason, a use, and a test that exists."""
+"""Numbers: how many there are, and the diagnosis' thresholds, each with a unit, a reason, a use, and a test."""
 
 from __future__ import annotations
 
@@ -64,3 +64,12 @@ def test_no_module_of_the_diagnosis_has_a_number_of_its_own() -> None:
     assert {path.name: number.findall(path.read_text()) for path in FOLDER.glob("*.py")} == {
         path.name: [] for path in FOLDER.glob("*.py")
     }
+
+
+def test_the_modules_have_at_most_300_numbers() -> None:
+    """Each is one more thing to know: one that follows from another, or that nobody would miss, goes."""
+    number = re.compile(r"^[A-Z_0-9]+(?:: [A-Za-z]+)? = -?[0-9].*", re.MULTILINE)
+    root = FOLDER.parents[1]
+    files = [path for package in ("gputrain_tui", "trainer") for path in (root / package).rglob("*.py")]
+    numbers = [line for path in files for line in number.findall(path.read_text(encoding="utf-8"))]
+    assert 100 < len(numbers) <= 300

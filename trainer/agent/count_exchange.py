@@ -26,9 +26,7 @@ from trainer.environments.decision import CountExchange
 REPORT_BYTES = 256
 """Maximum length of a node's report."""
 REPORT_S = 10.0
-"""Time-out of a new connection until its report, and of node 0 until its acknowledgement."""
-CONNECT_S = 5.0
-"""Time-out of connecting, and of sending a line."""
+"""Time-out of connecting, of a connection until its report, of a line, and of node 0 until its acknowledgement."""
 MAX_UNVERIFIED = 128
 """Maximum connections without a valid report; a further one replaces the oldest."""
 GRACE_S = 2.0
@@ -179,7 +177,7 @@ class _Collector:
         line = _signed(self._exchange, message, *numbers)
         for peer in self._peers:
             if peer.node is not None:
-                peer.connection.settimeout(CONNECT_S)  # far more than one line needs
+                peer.connection.settimeout(REPORT_S)  # far more than one line needs
                 with contextlib.suppress(OSError):
                     peer.connection.sendall(line)
 
@@ -221,7 +219,7 @@ def _report(exchange: CountExchange, count: int, deadline: float, timeout_s: flo
     replied = False
     while (left_s := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection((exchange.host, exchange.port), timeout=min(left_s, CONNECT_S)) as connection:
+            with socket.create_connection((exchange.host, exchange.port), timeout=min(left_s, REPORT_S)) as connection:
                 connection.sendall(_signed(exchange, "count", exchange.node, count))
                 for message, numbers in _replies(connection, exchange, deadline):
                     replied = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import signal
 import sys
 from collections.abc import Iterable
 from enum import IntEnum
@@ -22,6 +23,10 @@ class ExitCode(IntEnum):
     """Preflight refused it: data missing, a port or a GPU busy, a stale rendezvous file."""
     STOPPED = 130
     """Stopped by the user; a checkpoint is saved first."""
+
+
+BROKEN_PIPE_CODE = 128 + signal.SIGPIPE
+"""Exit code after the reader of standard output has closed the pipe, as of a program that SIGPIPE kills."""
 
 
 class RequestError(ValueError):

@@ -50,7 +50,7 @@ def kill_descendants(
     run: str | None,
     keep: Collection[int] = (),
     unreaped: Collection[int] = (),
-    timeout_s: float = 3.0,
+    timeout_s: float = 5.0,
     wait: Callable[[float], None] = time.sleep,
 ) -> set[int]:
     """Kill all descendants of this process and wait until they are gone; return the pids of survivors.

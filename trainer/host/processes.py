@@ -23,8 +23,6 @@ RUN = "GPUTRAIN_RUN"
 """Environment variable of every process of a run that the console started: its run directory."""
 SUPERVISOR = "GPUTRAIN_SUPERVISOR"
 """Environment variable of the supervisor of a run: its run directory."""
-SUCCESSOR = "GPUTRAIN_SUCCESSOR"
-"""Environment variable of the process that takes over if the supervisor of a run is killed: its run directory."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from math import floor, isfinite, log10
 
 from rich.cells import cell_len, set_cell_size
 
-from gputrain_tui.tables import printable
+from gputrain_tui.tables import GIB, printable
 
 Row = list[tuple[str, str]]
 """Pieces of one line: text, and the role that gives its colour."""
@@ -168,9 +168,6 @@ def group_size(ranks: int, most: int) -> int:
     """Return the ranks per group, so that there are at most ``most`` groups; above eight a multiple of eight."""
     size = max(-(-ranks // max(most, 1)), 1)
     return size if size <= 8 else -(-size // 8) * 8
-
-
-GIB = 1 << 30
 
 
 def bar(share: float | None, width: int) -> Row:

@@ -12,7 +12,6 @@ from gputrain_tui.console.host_choice import GpuRank, Host
 from gputrain_tui.console.widgets.canvas import Canvas, Listing
 from gputrain_tui.console.widgets.drawing import (
     EMPTY,
-    GIB,
     Row,
     bar,
     centred_text,
@@ -23,7 +22,7 @@ from gputrain_tui.console.widgets.drawing import (
 )
 from gputrain_tui.console.widgets.table_columns import Column, fitting, number_column, text_column
 from gputrain_tui.hosts.inventory import Gpu, Inventory, is_free, why_busy
-from gputrain_tui.tables import duration, printable
+from gputrain_tui.tables import GIB, duration, printable
 
 
 def draw_machine(inventory: Inventory, width: int, height: int, *, name: str = "") -> list[Row]:

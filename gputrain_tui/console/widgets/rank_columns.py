@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from gputrain_tui.console.widgets.drawing import GIB, cell_count
+from gputrain_tui.console.widgets.drawing import cell_count
 from gputrain_tui.console.widgets.table_columns import Column, fitting, number_column, text_column
 from gputrain_tui.row_filter import RowFilter
 from gputrain_tui.state import RankView
+from gputrain_tui.tables import GIB
 
 Lateness = Mapping[int, float]
 """Lateness in ms by rank, from ``RunState.lateness``."""

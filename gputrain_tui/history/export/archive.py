@@ -18,7 +18,7 @@ from typing import BinaryIO
 import msgspec
 
 from gputrain_tui.history.export.archive_events import EventFilter
-from gputrain_tui.history.open_archive import FOLDERS, MAX_FILES, RUN_NAME, is_file_of_run
+from gputrain_tui.history.open_archive import COPY_BYTES, FOLDERS, MAX_FILES, RUN_NAME, is_file_of_run
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.status_file import Status
 from gputrain_tui.plan.planner import Plan
@@ -30,9 +30,6 @@ from trainer.contract.outcome import NodeOutcome
 from trainer.contract.record.json_lines import DECODE_ERRORS
 from trainer.contract.record.regular_file import open_regular, read_whole, size_of
 
-READ_BYTES = 1 << 20
-COMPRESSION = 6
-"""Level of gzip: higher ones take several times as long for a few percent."""
 MAX_BYTES = 256 << 30
 """Maximum size of record and logs: a week of a thousand ranks has less, so that more is damage, as by a sparse file."""
 MAX_USTAR_BYTES = 8**11
@@ -105,7 +102,8 @@ class Archive:
         small |= {name: self._node(name, events) for name in self._sizes if name.startswith("nodes/")}
         large = {name: length for name, length in self._sizes.items() if name not in small}
         count = total = 0
-        with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=COMPRESSION, filename="", mtime=0) as out:
+        # Higher levels of gzip take several times as long for a few percent.
+        with gzip.GzipFile(fileobj=file, mode="wb", compresslevel=6, filename="", mtime=0) as out:
             for name, data in small.items():
                 if data:
                     self._member(out, name, len(data), time.time())
@@ -201,7 +199,7 @@ def _read(path: Path, length: int) -> Iterator[bytes]:
     """Yield the first ``length`` bytes of a file, which may have grown."""
     with os.fdopen(open_regular(path), "rb") as file:
         while length > 0:
-            data = file.read(min(length, READ_BYTES))
+            data = file.read(min(length, COPY_BYTES))
             if not data:
                 raise RecordError(f"{path} became shorter while it was read")
             length -= len(data)

@@ -24,6 +24,7 @@ from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle import attempt_outcome, run_end
 from gputrain_tui.lifecycle.attempt import AttemptResult, failed, with_note
 from gputrain_tui.lifecycle.launchers import slurm_successor
+from gputrain_tui.lifecycle.polling import wait_until
 from gputrain_tui.lifecycle.report_sinks import report_end
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.lifecycle.saving_time import saving_time_before
@@ -121,9 +122,7 @@ def _record_end(run_dir: RunDir, number: int) -> None:
     Raises:
         RequestError: Slurm does not answer.
     """
-    deadline = time.monotonic() + RECORD_TIMEOUT_S
-    while not run_end.is_recorded(run_dir) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+    wait_until(lambda: run_end.is_recorded(run_dir), RECORD_TIMEOUT_S)
     job = slurm_commands.job(number)
     if job is not None and not job.is_over:
         return  # a job that is put back into the queue passes through the states of one that has ended

@@ -30,10 +30,6 @@ from trainer.contract.home_folder import expand_home
 from trainer.contract.record import Queued, RunDir, Step, decode_events, write_atomically
 from trainer.contract.record.regular_file import read_tail
 
-TAIL_BYTES = 1 << 18
-"""Bytes at the end of rank 0's events in which its last step is searched."""
-
-
 STATES = ("TIMEOUT", "PREEMPTED", "NODE_FAIL")
 """States of a job that is over after which the run goes on."""
 
@@ -51,7 +47,7 @@ def record_queued(run_dir: RunDir, job: slurm_commands.Job | None) -> None:
 def last_queued(run_dir: RunDir, number: int) -> tuple[str, float | None] | None:
     """Return reason and expected start of a job's wait as recorded last; None if they are not."""
     try:
-        lines = read_tail(run_dir.run_events, TAIL_BYTES)
+        lines = read_tail(run_dir.run_events)
     except OSError:
         return None
     waits = [event for event in decode_events(lines) if isinstance(event, Queued) and event.job == number]
@@ -66,7 +62,7 @@ def asks_for_requeue(run_dir: RunDir, job: SlurmJob | None) -> bool:
 def has_stepped_since(run_dir: RunDir, moment: float | None) -> bool:
     """Whether rank 0 has recorded a step since a moment, Unix seconds: the next job would make none either."""
     try:
-        lines = read_tail(run_dir.rank_events(0), TAIL_BYTES).partition(b"\n")[2]
+        lines = read_tail(run_dir.rank_events(0)).partition(b"\n")[2]
     except OSError:
         return False
     return any(isinstance(event, Step) and event.time >= (moment or 0.0) for event in decode_events(lines))

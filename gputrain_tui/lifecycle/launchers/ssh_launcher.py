@@ -74,8 +74,6 @@ RETRY_S = (0.1, 0.5, 1.0, 2.0)
 """Pauses before a broken connection is opened again; the last one repeats."""
 FIRST_TRIES = 3
 """Maximum number of connection attempts to a host that has not answered yet."""
-PORT_TIMEOUT_S = 10.0
-"""Time limit of a host's answer about a free port."""
 KILL_TIMEOUT_S = 5.0
 """Time to wait for the end of a killed node on a host that does not answer."""
 
@@ -121,7 +119,7 @@ class SshLauncher(Launcher):
         host = plan.nodes[0].host
         if not is_local(host, local_facts((host,))):
             with suppress(HostError), Ssh().shared_channel(host) as channel:
-                port: int = channel.call("free_port", PORT, PORT_TIMEOUT_S)
+                port: int = channel.call("free_port", PORT)
                 return port
         return super().free_port(plan)
 

@@ -21,6 +21,8 @@ from trainer.contract.record.json_lines import DECODE_ERRORS
 MAX_FILE_BYTES = 64 << 20
 """Maximum size of a file that is read in one piece: ten times the plan of the largest run."""
 
+TAIL_BYTES = 1 << 20
+"""Bytes at the end of an event file in which its last events of any kind are searched."""
 READ_BYTES = 1 << 16
 """Bytes of one read: the buffer of a larger one costs more than reading a small file."""
 
@@ -92,7 +94,7 @@ def read_part(path: Path | str, begin: int, max_bytes: int) -> bytes:
         os.close(descriptor)
 
 
-def read_tail(path: Path | str, max_bytes: int) -> bytes:
+def read_tail(path: Path | str, max_bytes: int = TAIL_BYTES) -> bytes:
     """Read at most the last ``max_bytes`` of a file."""
     return read_part(path, size_of(path) - max_bytes, max_bytes)
 
