@@ -604,6 +604,12 @@ def last_recorded(record: Path, rank: int) -> int:
     return 0 if found is None else found.step
 
 
+def listed_step(cluster: SshCluster) -> int | None:
+    """The step of the newest run in the list of runs."""
+    entry = json.loads(cluster.run("runs", "--json")[1])[0]
+    return None if entry["step"] is None else int(entry["step"])
+
+
 class SmallDisk:
     """A run of a script of 300 steps that waits before two of them, with a small disk on one host."""
 
@@ -653,6 +659,8 @@ def test_a_full_disk_of_another_host_is_told_while_the_run_goes_on_and_all_steps
         if room == "again":
             disk.empty()
             wait_until(lambda: cluster.findings("record_incomplete")[-1] == "cleared", "it is over", [process])
+        else:
+            wait_until(lambda: listed_step(cluster) == 200, "the list counts what the ranks have done", [process])
         disk.gates[200].touch()
         output, _ = process.communicate(timeout=LIMIT_S)
     finally:
