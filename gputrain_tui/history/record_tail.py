@@ -7,6 +7,7 @@ from pathlib import Path
 from gputrain_tui.state.step_losses import newest_loss
 from trainer.contract.record import AnyEvent, Finding, RunDir, Step, Validation, decode_events
 from trainer.contract.record.regular_file import read_tail
+from trainer.contract.record.unrecorded import read_unrecorded
 
 TAIL_BYTES = 16_384
 """Some tens of events."""
@@ -31,9 +32,25 @@ def last_step(run: RunDir, rank: int = 0, *, tail_bytes: int = TAIL_BYTES) -> St
 
 
 def newest_loss_of(run: RunDir, world_size: int) -> tuple[int | None, float | None]:
-    """Return the newest step that all ranks recorded, None for none, and the run's loss at that step."""
-    step, loss = newest_loss(list(reversed(last_steps(run, rank)[-2:])) for rank in range(world_size))
-    return step or None, loss
+    """Return the newest step that all ranks have done, None for none, and the run's loss at that step.
+
+    A rank whose record has ended, as on a full disk, counts by what it tells of its steps; their losses are not known.
+    """
+    ranks = [last_steps(run, rank)[-2:] for rank in range(world_size)]
+    recorded, loss = newest_loss(list(reversed(steps)) for steps in ranks)
+    done = [max(_unrecorded_step(run, rank, steps[-1]), steps[-1].step) for rank, steps in enumerate(ranks) if steps]
+    step = min(done, default=0)
+    return step or None, loss if step == recorded else None
+
+
+def _unrecorded_step(run: RunDir, rank: int, last: Step) -> int:
+    """Return the step that a rank has reached by what it tells of the end of its record, 0 where that is whole."""
+    try:
+        told = read_unrecorded(run.gaps / f"{rank}.json")
+    except OSError:
+        return 0
+    stands = told is not None and told.state == "raised" and told.message and told.time >= last.time
+    return int(told.evidence.get("step", 0)) if told is not None and stands else 0
 
 
 def last_test(run: RunDir) -> Validation | None:

@@ -34,6 +34,10 @@ LEAVE_S = 3.0
 """Time that a node may take to end after the signal to stop at once; then it is killed."""
 WATCH_S = 0.25
 """Interval at which the agent checks its lease."""
+WAITING = (b'"type":"unheard"', b'"part":"sync"', b'"part":"group"')
+"""Parts of the lines by which a rank records that it waits for others."""
+READ_BYTES = 1 << 16
+"""Maximum size of the lines that are searched for these; a rank that has recorded more since has done something."""
 START_S = 10.0
 """Time that an agent may take to start its node and write its file."""
 TOKEN, AGENT, STARTED, BEAT, EXIT = "token", "agent.json", "started", "beat", "exit"
@@ -170,7 +174,7 @@ def _kill_session(node: subprocess.Popen[bytes]) -> None:
 
 
 class _Lease:
-    """The right of a node to go on: a live session for a leased run, and beats or growing events for every run."""
+    """The right of a node to go on: a live session for a leased run, and beats or events of work for every run."""
 
     def __init__(self, folder: Path, run_dir: Path, request: Mapping[str, Any]) -> None:
         self._heartbeat = folder / BEAT
@@ -178,13 +182,13 @@ class _Lease:
         self._session_s: float = request["session_s"]
         self._idle_s: float = request["idle_s"]
         self._last_heartbeat: dict[str, Any] = {"leased": request["leased"]}
-        self._event_bytes = -1
+        self._sizes = dict.fromkeys(self._events, 0)
         self._active_at = self._session_at = time.monotonic()
 
     def is_over(self) -> bool:
-        """Whether a leased run has no session for too long, or neither beats nor events came for ``idle_s``.
+        """Whether a leased run has no session for too long, or neither beats nor events of work came for ``idle_s``.
 
-        That is ``LEASE_S`` if the launching side is gone, ``session_s`` if the connection broke: it is opened again.
+        Too long: ``LEASE_S`` if the launching side is gone, ``session_s`` if the connection broke: it is opened again.
         """
         now = time.monotonic()
         heartbeat = read_object(self._heartbeat)
@@ -192,12 +196,23 @@ class _Lease:
             self._last_heartbeat, self._active_at = heartbeat, now
         if "pid" not in self._last_heartbeat or is_alive(self._last_heartbeat):
             self._session_at = now
-        event_bytes = sum(_size(path) for path in self._events)
-        if event_bytes != self._event_bytes:
-            self._event_bytes, self._active_at = event_bytes, now
+        worked = [self._has_work(path) for path in self._events]
+        if any(worked):
+            self._active_at = now
         lease_s = LEASE_S if self._last_heartbeat.get("gone") else self._session_s
         lease_ended = self._last_heartbeat["leased"] and now - self._session_at > lease_s
         return lease_ended or now - self._active_at > self._idle_s
+
+    def _has_work(self, path: Path) -> bool:
+        """Whether a rank has recorded anything since the last call, but that it waits for others."""
+        before, self._sizes[path] = self._sizes[path], _size(path)
+        added = self._sizes[path] - before
+        if not 0 < added <= READ_BYTES:
+            return added != 0
+        with suppress(OSError), path.open("rb") as file:
+            file.seek(before)
+            return any(not any(part in line for part in WAITING) for line in file.read(added).splitlines())
+        return True
 
 
 # --- files and processes --------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Table of faults: what each costs a run on one machine, on three hosts over ssh and on three nodes of Slurm.
 
-``python tests/benchmarks/fault_table.py [--times N] [--only TEXT] [--torchrun]`` prints it as Markdown. It needs root,
+``python tests/benchmarks/fault_table.py [--times N] [--only REGEX] [--torchrun]`` prints it as Markdown. It needs root,
 openssh-server, iproute2 and, for its rows, Slurm. Each row is the median of its runs: seconds from the fault to the
 first finding or failure in the record, runs with the right cause, seconds until all processes are gone or all ranks
 train again, processes left, exit code, and steps that are lost. ``--torchrun`` runs the faults that it can meet with a
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
 import shutil
@@ -200,6 +201,8 @@ class Result:
     left: int = 0
     exit_code: int | None = None
     lost_steps: int | None = None
+    load: float = 0.0
+    """Of the machine over the last minute, when all was over."""
     said: str = ""
 
 
@@ -250,6 +253,7 @@ def watch(fault: Fault, trial: Trial, ranks: int, before: int) -> Result:
         if event["type"] in ("finding", "failure") and event["time"] >= trial.struck and event.get("state") != "cleared"
     ]
     result.noticed_s = min(noticed) - trial.struck if noticed else None
+    result.load = os.getloadavg()[0]
     left = {} if fault.goes_on else place.processes()
     left = trainers(left) if fault.silent else left
     result.left = len(left)
@@ -363,7 +367,7 @@ class Table:
             is_met = place.name.partition(",")[0] in fault.places
             if place.script is not None:
                 is_met &= fault.name in [torchrun.name for torchrun in TORCHRUN_FAULTS]
-            if is_met and self.only in f"{fault.name} {place.name}":
+            if is_met and re.search(self.only, f"{fault.name} {place.name}"):
                 results = []
                 for _ in range(self.times):
                     results.append(result := run_trial(fault, place))
@@ -380,7 +384,7 @@ class Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=1, help="runs of each row")
-    parser.add_argument("--only", default="", help="rows whose fault and place contain this text")
+    parser.add_argument("--only", default="", help="rows whose fault and place match this regular expression")
     parser.add_argument("--torchrun", action="store_true", help="torchrun on the same hosts as well")
     arguments = parser.parse_args()
     table = Table(arguments.times, arguments.only)
@@ -393,7 +397,7 @@ def main() -> None:
             if place.script is None or arguments.torchrun:
                 table.fill(place)
         for fault in TORCHRUN_FAULTS if arguments.torchrun else ():
-            if arguments.only in f"{fault.name} torchrun":
+            if re.search(arguments.only, f"{fault.name} torchrun"):
                 results = []
                 for _ in range(arguments.times):
                     results.append(result := torchrun_trial(lab, fault, PATIENCE_S))
@@ -402,7 +406,7 @@ def main() -> None:
                 table.print(torchrun_row(fault, results))
     for proctrack in ("linuxproc", "cgroup") if shutil.which("sbatch") else ():
         name = f"Slurm, {proctrack}"
-        if any("Slurm" in fault.places and arguments.only in f"{fault.name} {name}" for fault in FAULTS):
+        if any("Slurm" in fault.places and re.search(arguments.only, f"{fault.name} {name}") for fault in FAULTS):
             with slurm_place(name, proctrack) as place:
                 table.fill(place)
 

@@ -333,18 +333,23 @@ def test_a_rank_that_dies_without_a_supervisor_makes_the_run_a_failed_one_not_a_
     assert cluster.status()["exit_code"] == 1
 
 
+@pytest.mark.timing
 def test_a_lost_host_ends_the_run_on_all_others_and_the_host_ends_its_ranks_itself(cluster: SshCluster) -> None:
     cluster.use(["h1", "h3"], [2, 1])
     cluster.write("host_timeout = 8", **ENDLESS)
     command = cluster.start("run", "recipe.toml")
     cluster.train(command)
     cluster.h3.link("down")
+    cut = time.monotonic()
     output, _ = command.communicate(timeout=LIMIT_S)
     assert command.returncode == 1
     assert re.search(r"h3 with rank 2 lost: no contact for \d+ s", output), output
     assert not cluster.on(cluster.h1)
     wait_until(lambda: not any("trainer" in words for words in cluster.on(cluster.h3).values()), "h3 ends its ranks")
+    ended_s = time.monotonic() - cut
     cluster.h3.link("up")
+    print(ended_s)
+    assert ended_s <= 2 * 8, "the others may start again then"
     assert cluster.status()["exit_code"] == 1
 
 
@@ -604,6 +609,12 @@ def last_recorded(record: Path, rank: int) -> int:
     return 0 if found is None else found.step
 
 
+def listed_step(cluster: SshCluster) -> int | None:
+    """The step of the newest run in the list of runs."""
+    entry = json.loads(cluster.run("runs", "--json")[1])[0]
+    return None if entry["step"] is None else int(entry["step"])
+
+
 class SmallDisk:
     """A run of a script of 300 steps that waits before two of them, with a small disk on one host."""
 
@@ -653,6 +664,8 @@ def test_a_full_disk_of_another_host_is_told_while_the_run_goes_on_and_all_steps
         if room == "again":
             disk.empty()
             wait_until(lambda: cluster.findings("record_incomplete")[-1] == "cleared", "it is over", [process])
+        else:
+            wait_until(lambda: listed_step(cluster) == 200, "the list counts what the ranks have done", [process])
         disk.gates[200].touch()
         output, _ = process.communicate(timeout=LIMIT_S)
     finally:

@@ -120,10 +120,13 @@ def test_a_second_ctrl_c_does_not_wait(bench: Bench) -> None:
 def test_killing_the_foreground_saves_as_a_closed_terminal_does_and_leaves_nothing(bench: Bench) -> None:
     process = bench.start("run", bench.recipe(FOR_EVER))
     run = bench.await_training()
+    part = run.dir.checkpoints / ".step_00000001.pt.tmp"
+    part.write_bytes(b"half of a checkpoint")
     process.kill()
     process.communicate()
     until(lambda: not leftovers.processes_of(run.dir.path))
     until(lambda: bench.runs()[0].state == "stopped")
+    assert not part.exists()
     message = bench.runs()[0].status.message or ""
     assert re.match(r"lost contact with the command that started it at step \d+, saved \S+step_\d+\.pt", message), (
         message

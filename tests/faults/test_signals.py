@@ -204,14 +204,3 @@ def test_a_full_disk_behind_the_output_changes_nothing_about_the_run(bench: Benc
         _, err = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, bench.runs()[0].state) == (0, "finished")
     assert not words or "cannot write standard output: No space left on device" in err
-
-
-def test_a_killed_run_leaves_no_part_of_a_checkpoint(bench: Bench) -> None:
-    process = bench.start("run", bench.recipe(FOR_EVER))
-    run = bench.await_training()
-    left = run.dir.checkpoints / ".step_00000001.pt.tmp"
-    left.write_bytes(b"half of a checkpoint")
-    process.kill()
-    process.communicate(timeout=LIMIT_S)
-    until(lambda: bench.runs()[0].state == "stopped")
-    assert not left.exists()

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from gputrain_tui.history.record_tail import newest_loss_of
 from gputrain_tui.state import RunState
 from gputrain_tui.state.record_gaps import gap_finding, is_news
-from trainer.contract.record import Finding, RunEnded, Step, encode_event
+from trainer.contract.record import Finding, RunDir, RunEnded, Step, encode_event
 from trainer.contract.record.unrecorded import FILE_BYTES, UnrecordedSteps, read_unrecorded
 
 FULL, QUOTA = "No space left on device", "Disk quota exceeded"
@@ -91,6 +92,38 @@ def test_steps_that_the_record_lacks_are_counted_once() -> None:
     state.apply(step(300, 221))
     assert counts(state) == (300, 8 * 600, True)
     assert state.record_gap == ""
+
+
+@pytest.mark.parametrize(
+    ("gap", "newest"),
+    [
+        (None, (79, 2.0)),
+        (told(done=150), (150, None)),
+        (told(done=400), (300, None)),
+        (told("", state="cleared"), (79, 2.0)),
+        (told("", done=150), (79, 2.0)),
+        (told(done=150, time=70.0), (79, 2.0)),
+    ],
+    ids=[
+        "whole",
+        "full",
+        "all done by the other",
+        "written again",
+        "written again with a gap",
+        "of an earlier attempt",
+    ],
+)
+def test_a_list_of_runs_counts_the_steps_that_a_rank_whose_disk_is_full_tells(
+    tmp_path: Path, gap: Finding | None, newest: tuple[int, float | None]
+) -> None:
+    run = RunDir(tmp_path)
+    for folder in (run.events, run.gaps):
+        folder.mkdir()
+    for rank, done in enumerate((300, 79)):
+        run.rank_events(rank).write_bytes(encode_event(step(done, done, rank=rank, loss=2.0)))
+    if gap is not None:
+        (run.gaps / "1.json").write_bytes(encode_event(gap).ljust(FILE_BYTES))
+    assert newest_loss_of(run, 2) == newest
 
 
 def test_the_end_does_not_say_again_what_a_gap_says() -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from gputrain_tui.hosts.host_agent import HOME, TOKEN
+from gputrain_tui.hosts.host_agent import HOME, LEAVE_S, TOKEN
 from gputrain_tui.hosts.host_channel import HostChannel, HostError, HostRefusedError, decoded
 from gputrain_tui.hosts.host_names import is_local
 from gputrain_tui.hosts.host_session import is_of_node, replaced_files
@@ -406,7 +406,7 @@ def session_request(
         "start": start,
         "leased": leased,
         "session_s": host_timeout(run_dir),
-        "idle_s": min(distributed_timeout(node.argv), 2 * host_timeout(run_dir)),
+        "idle_s": min(distributed_timeout(node.argv), 2 * host_timeout(run_dir) - LEAVE_S - BEAT_S),
         "sizes": sizes,
         "torn": torn,
     }
