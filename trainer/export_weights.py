@@ -16,6 +16,7 @@ import msgspec
 
 from trainer.contract.errors import ExitCode, RequestError, print_message
 from trainer.contract.output_file import require_place
+from trainer.contract.record.checkpoints import is_dcp_folder
 
 NOT_INSTALLED = "safetensors is not installed: pip install 'safetensors>=0.8'"
 
@@ -25,8 +26,8 @@ class Exported(msgspec.Struct, kw_only=True):
 
     checkpoint: str
     """Checkpoint file that was read."""
-    step: int
-    """Optimizer steps of the weights."""
+    step: int | None
+    """Optimizer steps of the weights; None if not known."""
     tensors: int
     """Number of tensors written."""
     bytes: int
@@ -77,9 +78,13 @@ def _has_safetensors() -> bool:
 def _export(checkpoint: Path, output: Path, *, run: str) -> Exported:
     from torch import Tensor, strided
 
-    from trainer.checkpoint import open_checkpoint, weights_of
+    from trainer.checkpoint import load_weights, open_checkpoint, weights_of
     from trainer.checkpoint.safetensors_file import write_safetensors
 
+    if is_dcp_folder(checkpoint):
+        weights = load_weights(checkpoint)
+        written = write_safetensors(output, weights, metadata={})
+        return Exported(checkpoint=str(checkpoint), step=None, tensors=len(weights), bytes=written)
     source, state, passed_over = open_checkpoint(checkpoint, flag="--checkpoint", run=run)
     entries = {str(name): value for name, value in weights_of(state, source=str(source)).items()}
     dense = ((name, value) for name, value in entries.items() if isinstance(value, Tensor))
@@ -94,7 +99,7 @@ def _export(checkpoint: Path, output: Path, *, run: str) -> Exported:
         metadata["task_state"] = task_state
     return Exported(
         checkpoint=str(source),
-        step=step if isinstance(step, int) else 0,
+        step=step if isinstance(step, int) else None,
         tensors=len(weights),
         bytes=write_safetensors(output, weights, metadata=metadata),
         left_out=[name for name in entries if name not in weights],

@@ -44,7 +44,7 @@ class Written(msgspec.Struct, kw_only=True):
     """Output of ``python -m trainer.export_weights``."""
 
     checkpoint: str
-    step: int
+    step: int | None
     tensors: int
     bytes: int
     left_out: list[str]
@@ -79,7 +79,8 @@ def _safetensors(args: Namespace, output: Path | None) -> int:
             "the task's state (such as its vocabulary) is not in the file, because it has no form in JSON: "
             f"{written.without_task_state}; the checkpoint holds it"
         )
-    print(printable(f"{output}: weights of step {written.step}, {written.tensors} tensors, {size(written.bytes)}"))
+    step = "" if written.step is None else f" of step {written.step}"
+    print(printable(f"{output}: weights{step}, {written.tensors} tensors, {size(written.bytes)}"))
     return ExitCode.FINISHED
 
 
