@@ -1,6 +1,6 @@
 """Read tensors from a folder of ``torch.distributed.checkpoint`` (DCP), in one process.
 
-A folder has ``.metadata``, a pickle, and files of shards, in which each part of a tensor is an archive of ``torch.save``.
+A folder has ``.metadata``, a pickle, and files of shards, in which each part of a tensor is a ``torch.save`` of its own.
 torch's own reader unpickles ``.metadata`` without restriction, so a stranger's folder could run any code, and leaves
 the part of a tensor that no shard covers as it was in memory. Here the pickle can make nothing but the records below,
 and a tensor is complete or refused.
@@ -125,7 +125,8 @@ def _read_part(path: Path, name: str, part: Part, dtype: torch.dtype) -> Tensor:
     if not isinstance(piece, Tensor) or piece.dtype != dtype or tuple(piece.shape) != part.sizes:
         is_now = f"{piece.dtype} {list(piece.shape)}" if isinstance(piece, Tensor) else type(piece).__name__
         raise CheckpointError(
-            f"{path}: has {is_now} for {name}, but {DCP_METADATA} describes {dtype} {list(part.sizes)}: they are of two saves"
+            f"{path}: has {is_now} for {name}, but {DCP_METADATA} describes {dtype} {list(part.sizes)}: "
+            "they are of two saves"
         )
     return piece.detach()
 
@@ -159,7 +160,7 @@ class _Section(io.RawIOBase):
         return int(read)
 
 
-# ---------------------------------------------------------------------------------------------- what the pickle may make
+# --------------------------------------------------------------------------------------------- what the pickle may make
 
 
 class _ForeignNameError(Exception):
