@@ -1,9 +1,9 @@
 """Read tensors from a folder of ``torch.distributed.checkpoint`` (DCP), in one process.
 
-A folder has ``.metadata``, a pickle, and files of shards, in which each part of a tensor is a ``torch.save`` of its own.
+A folder has ``.metadata``, a pickle, and files of shards, in which each part of a tensor is a file of ``torch.save``.
 torch's own reader unpickles ``.metadata`` without restriction, so a stranger's folder could run any code, and leaves
 the part of a tensor that no shard covers as it was in memory. Here the pickle can make nothing but the records below,
-and a tensor is complete or refused.
+and a tensor is whole, with the checksums of its parts, or refused.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from torch import Tensor
 from trainer.contract.errors import CheckpointError
 from trainer.contract.record.checkpoints import DCP_METADATA
 
+_CHUNK = 1 << 22
+"""Bytes read at once."""
 Key = tuple[str | int, ...]
 """Keys that lead to a tensor in the nested state that was saved, such as ``("model", "0.weight")``."""
 
@@ -117,6 +120,8 @@ def _read_part(path: Path, name: str, part: Part, dtype: torch.dtype) -> Tensor:
     try:
         with path.open("rb") as file:
             section: Any = _Section(file, part.start, part.length)
+            _require_checksums(section)
+            section.seek(0)
             piece = torch.load(section, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
@@ -129,6 +134,16 @@ def _read_part(path: Path, name: str, part: Part, dtype: torch.dtype) -> Tensor:
             "they are of two saves"
         )
     return piece.detach()
+
+
+def _require_checksums(archive: BinaryIO) -> None:
+    """Compare the content of an archive of ``torch.save`` with its checksums, which torch does not."""
+    with zipfile.ZipFile(archive) as entries:
+        # torch.serialization.set_crc32_options(False) leaves them 0.
+        for entry in (entry for entry in entries.infolist() if entry.CRC):
+            with entries.open(entry) as content:  # raises BadZipFile at the end of an entry
+                while content.read(_CHUNK):
+                    pass
 
 
 class _Section(io.RawIOBase):
@@ -152,10 +167,11 @@ class _Section(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._length - self._at))
-        self._file.seek(self._start + self._at)
-        read = self._file.readinto(view[:count])  # type: ignore[attr-defined]  # of a file opened as binary
+        with memoryview(buffer) as memory, memory.cast("B") as view:  # released: torch frees the buffer at once
+            count = max(0, min(len(view), self._length - self._at))
+            self._file.seek(self._start + self._at)
+            with view[:count] as place:
+                read = self._file.readinto(place)  # type: ignore[attr-defined]  # of a file opened as binary
         self._at += read
         return int(read)
 
