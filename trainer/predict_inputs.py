@@ -7,6 +7,7 @@ come at once.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from argparse import ArgumentParser
@@ -32,6 +33,9 @@ from trainer.contract.schema import check, describe, read_flags
 STDIN = "-"
 TEXT = "text"
 """Column of an input that is a line of plain text."""
+_HEADER = re.compile(rb'(?=.*,)(?:["\w]+,)*"?text"?(?:,["\w]+)*\r?')
+"""First line of a table with commas and a column ``text``."""
+_NO_TABLE = "give the column of texts alone, one a line, or JSON objects with text"
 
 
 class InputRow(dict[str, Any]):
@@ -176,6 +180,8 @@ def _batches(task: Any, source: str, size: int) -> Iterator[list[InputRow]]:
     if source == STDIN:
         yield from _rows(sys.stdin.buffer, "standard input", size)
         return
+    if Path(source).suffix.lower() in (".csv", ".tsv"):
+        raise RequestError(f"--input {source}: is a table, whose other columns would count as text: {_NO_TABLE}")
     with Path(source).open("rb") as file:
         yield from _rows(file, source, size)
 
@@ -190,6 +196,8 @@ def _rows(file: BinaryIO, name: str, size: int) -> Iterator[list[InputRow]]:
                 number += 1
                 if is_json is None:
                     is_json = line.lstrip().startswith(b"{")
+                    if _HEADER.fullmatch(line):
+                        raise RequestError(f"{name}, line 1: is the header of a table: {_NO_TABLE}")
                 rows.append(_row(line, f"{name}, line {number}", is_json=is_json))
             yield rows
 
