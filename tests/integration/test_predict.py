@@ -85,7 +85,7 @@ def test_lines_and_objects_give_equal_predictions_and_those_of_the_exported_weig
         (b"good\n\xff\n", [], 0, "standard input, line 2: is no UTF-8"),
         (b"sentence\tlabel\ngood\t1\n", [], 0, "standard input, line 1: the text has a tab"),
         (b"{\"text\": \"a\"}\nplain\n", [], 0, "standard input, line 2: is no JSON object like the first line"),
-        (b"text,label\r\ngood,1\n", [], 0, "standard input, line 1: is the header of a table: give the column of texts"),
+        (b"text,label\r\ngood,1\n", [], 0, "standard input, line 1: is the header of a table: give the column of"),
         (b'"label","text"\n1,"good"\n', [], 0, "standard input, line 1: is the header of a table"),
         (b"", ["--input=none"], 0, "--input none: does not exist"),
         (b"", ["--run=other"], 0, "it is a checkpoint of some-run, not of other"),
