@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_log import newest
-from trained import ENVIRON, TrainingResult, train
+from trained import ENVIRON, TrainingResult, train, train_spawned
 from waiting import LIMIT_S, until
 
 from trainer.contract.errors import ExitCode
@@ -117,12 +117,14 @@ def test_a_rank_in_a_cgroup_of_its_own_is_ended_with_the_limit_of_that_in_the_me
     name = uuid.uuid4().hex
     with made_group(f"{name}-0", 1000), made_group(f"{name}-1", OWN_LIMIT_MIB) as group:
         own = str(group).removesuffix("1")
-        done = trained(tmp_path / "run", "ddp", 2, "--own-group", own, precision="single", limit_mib=0)
+        (tmp_path / "text.txt").write_bytes((bytes(range(32, 122)) * 9)[:584])
+        model = ("--context", 16, "--dim", WIDTHS["single"], "--layers", 8, "--heads", 2, "--sample-bytes", 0)
+        request = ("--task", TASK, "--data", tmp_path / "text.txt", "--valid-fraction", 0, *model, "--own-group", own)
+        done = train_spawned(tmp_path / "run", *request, "--batch-size", 6, "--max-updates", 2, ranks=2)
     assert done.code == ExitCode.FAILED
-    limit = f"at the limit of {OWN_LIMIT_MIB} MiB of its own cgroup {group}; less is taken by"
-    assert (
-        f"rank 1 failed: the process was ended by SIGKILL by the kernel's out-of-memory killer, {limit}" in done.output
-    )
+    assert "trainer: rank 1 on " in done.output
+    killed = "the process was ended by SIGKILL by the kernel's out-of-memory killer, "
+    assert f"{killed}at the limit of {OWN_LIMIT_MIB} MiB of its own cgroup {group}; less is taken by" in done.output
 
 
 @pytest.mark.parametrize(("precision", "exact", "worlds"), [("single", 1e-6, (2, 3, 4)), ("double", 1e-12, (3,))])

@@ -8,7 +8,7 @@ import resource
 from pathlib import Path
 
 import torch._dynamo  # DDP imports it, and FSDP the other one, after the limit is set
-import torch.distributed.fsdp  # noqa: F401
+import torch.distributed.fsdp
 from torch import nn
 
 from trainer.contract.task_options import LmOptions
