@@ -127,7 +127,9 @@ def _write(output: Path, weights: Mapping[str, Tensor], *, to: str, metadata: Ma
         from trainer.checkpoint.safetensors_file import write_safetensors
 
         return write_safetensors(output, weights, metadata=metadata)
-    from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, save
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     warnings.filterwarnings("ignore", message="torch.distributed is ")  # that there is one process, which is meant
     with output_folder(output) as folder:

@@ -40,15 +40,24 @@ def save_sharded(_rank: int, _world_size: int, folder: str, form: str) -> None:
     from torch.distributed import distributed_c10d
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     if importlib.util.find_spec("numpy") is None:  # by which torch turns the answers of the ranks to bytes
         distributed_c10d._tensor_to_object = lambda tensor, size, group: pickle.loads(bytes(tensor[:size].tolist()))  # type: ignore[attr-defined]
     model = a_model()
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
-    sum(parameter.sum() for parameter in model.parameters()).full_tensor().backward()  # type: ignore[union-attr]
-    optimizer.step()
-    weights, moments = get_state_dict(model, optimizer)
+    weights: dict[str, Any]
+    moments: dict[str, Any]
+    if hasattr(torch.cpu.Stream, "record_event"):
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+        sum(parameter.sum() for parameter in model.parameters()).full_tensor().backward()  # type: ignore[union-attr]
+        optimizer.step()
+        weights, moments = get_state_dict(model, optimizer)
+    else:  # torch 2.6 shards no module on the CPU
+        mesh = init_device_mesh("cpu", (2,))
+        state_dict = model.state_dict().items()
+        weights = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in state_dict}
+        moments = {"state": {name: {"exp_avg": value, "exp_avg_sq": value} for name, value in weights.items()}}
     wrapped = {f"module.{name}": value for name, value in weights.items()}
     state: dict[str, Any] = {
         "top": {**weights, "optimizer": moments, "step": 3},
