@@ -7,6 +7,7 @@ come at once.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from argparse import ArgumentParser
@@ -26,11 +27,15 @@ from trainer.contract.errors import (
     quoted,
 )
 from trainer.contract.options import Training
+from trainer.contract.record.checkpoints import is_dcp_folder
 from trainer.contract.schema import check, describe, read_flags
 
 STDIN = "-"
 TEXT = "text"
 """Column of an input that is a line of plain text."""
+_HEADER = re.compile(rb'(?=.*,)(?:["\w]+,)*"?text"?(?:,["\w]+)*\r?')
+"""First line of a table with commas and a column ``text``."""
+_NO_TABLE = "give the column of texts alone, one a line, or JSON objects with text"
 
 
 class InputRow(dict[str, Any]):
@@ -58,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--program", default="trainer", help="name of the program in messages")
     args = parser.parse_args(own)
     try:
-        _predict(args.checkpoint, args.run, args.input, args.batch, training_flags)
+        _predict(args.checkpoint, args.run, args.input, args.batch, training_flags, args.program)
     except (RequestError, CheckpointError) as error:
         print_message(str(error), program=args.program)
         return ExitCode.REFUSED if isinstance(error, MachineNotReadyError) else ExitCode.BAD_REQUEST
@@ -70,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return ExitCode.FINISHED
 
 
-def _predict(checkpoint: Path, run: str, source: str, batch: int, training_flags: Sequence[str]) -> None:
+def _predict(checkpoint: Path, run: str, source: str, batch: int, training_flags: Sequence[str], program: str) -> None:
     training, rest = _read_training(training_flags)
     if source != STDIN and not Path(source).is_file():
         raise RequestError(f"--input {source}: {'is no file' if Path(source).exists() else 'does not exist'}")
@@ -79,8 +84,6 @@ def _predict(checkpoint: Path, run: str, source: str, batch: int, training_flags
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     import torch
 
-    from trainer.checkpoint import open_checkpoint, weights_of
-    from trainer.engine.task_state import TASK_STATE, restore
     from trainer.tasks.registry import load_task
     from trainer.tasks.task import Task
 
@@ -93,19 +96,10 @@ def _predict(checkpoint: Path, run: str, source: str, batch: int, training_flags
     task = kind(check(kind.Options, values, where=lambda name: flags.get(name, name)))
     if kind.predict is Task.predict:
         raise RequestError(f"task {training.task} has no predict(model, rows)")
-    path, state, _ = open_checkpoint(checkpoint, flag="--checkpoint", run=run)
-    if state.get("task") not in (None, training.task):
-        raise RequestError(f"{path} is a checkpoint of task {state['task']}, not of {training.task}")
-    if task_state := state.get(TASK_STATE):
-        restore(task, task_state, source=str(path))
-    elif task_state is None and kind.state_dict is not Task.state_dict:
-        raise RequestError(f"{path} does not hold the state of its task, such as a vocabulary: it cannot predict")
-    model = task.model()
-    try:
-        model.load_state_dict(weights_of(state, source=str(path)))
-    except RuntimeError as error:
-        raise RequestError(f"{path} does not fit this model: {' '.join(str(error).split())[:300]}") from None
-    del state
+    if is_dcp_folder(checkpoint):
+        model = _model_of_folder(task, checkpoint, training, program)
+    else:
+        model = _model_of_checkpoint(task, checkpoint, run, training)
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     encoder = msgspec.json.Encoder()
     with torch.inference_mode():
@@ -116,6 +110,52 @@ def _predict(checkpoint: Path, run: str, source: str, batch: int, training_flags
             for prediction in predictions:
                 sys.stdout.buffer.write(encoder.encode(prediction) + b"\n")
             sys.stdout.buffer.flush()
+
+
+def _model_of_checkpoint(task: Any, checkpoint: Path, run: str, training: Training) -> Any:
+    """Return the model with a checkpoint's weights; restore the task's state."""
+    from trainer.checkpoint import open_checkpoint, weights_of
+    from trainer.engine.task_state import TASK_STATE, restore
+
+    path, state, _ = open_checkpoint(checkpoint, flag="--checkpoint", run=run)
+    if state.get("task") not in (None, training.task):
+        raise RequestError(f"{path} is a checkpoint of task {state['task']}, not of {training.task}")
+    if task_state := state.get(TASK_STATE):
+        restore(task, task_state, source=str(path))
+    elif task_state is None and _has_state(task):
+        raise RequestError(f"{path} does not hold the state of its task, such as a vocabulary: it cannot predict")
+    model = task.model()
+    try:
+        model.load_state_dict(weights_of(state, source=str(path)))
+    except RuntimeError as error:
+        raise RequestError(f"{path} does not fit this model: {' '.join(str(error).split())[:300]}") from None
+    return model
+
+
+def _model_of_folder(task: Any, folder: Path, training: Training, program: str) -> Any:
+    """Return the model with the weights of a DCP folder; what the task knows of its data, it reads there."""
+    from trainer.checkpoint import fit, open_weights
+    from trainer.data.seeds import seed_all
+    from trainer.engine.task_state import without_task_state
+
+    if _has_state(task):
+        print_message(without_task_state(str(folder)), program=program)
+        seed_all(training.seed)
+        task.datasets()
+    model = task.model()
+    own = model.state_dict()
+    weights = open_weights(folder, model=own)
+    fitting, misfits = fit(weights.tensors, own)
+    if misfits:
+        raise RequestError(f"{folder} does not fit this model, {misfits}")
+    model.load_state_dict(weights.load(fitting))
+    return model
+
+
+def _has_state(task: Any) -> bool:
+    from trainer.tasks.task import Task
+
+    return type(task).state_dict is not Task.state_dict
 
 
 def _read_training(words: Sequence[str]) -> tuple[Training, list[str]]:
@@ -140,6 +180,8 @@ def _batches(task: Any, source: str, size: int) -> Iterator[list[InputRow]]:
     if source == STDIN:
         yield from _rows(sys.stdin.buffer, "standard input", size)
         return
+    if Path(source).suffix.lower() in (".csv", ".tsv"):
+        raise RequestError(f"--input {source}: is a table, whose other columns would count as text: {_NO_TABLE}")
     with Path(source).open("rb") as file:
         yield from _rows(file, source, size)
 
@@ -154,6 +196,8 @@ def _rows(file: BinaryIO, name: str, size: int) -> Iterator[list[InputRow]]:
                 number += 1
                 if is_json is None:
                     is_json = line.lstrip().startswith(b"{")
+                    if _HEADER.fullmatch(line):
+                        raise RequestError(f"{name}, line 1: is the header of a table: {_NO_TABLE}")
                 rows.append(_row(line, f"{name}, line {number}", is_json=is_json))
             yield rows
 

@@ -9,6 +9,7 @@ from gputrain_tui.commands.shared_flags import add_checkpoint, add_settings
 from gputrain_tui.lifecycle.recipe_to_run import evaluation_recipe, recipe_of_checkpoint
 from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint
 from gputrain_tui.output import print_message
+from trainer.contract.errors import RequestError
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -26,6 +27,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Evaluate the checkpoint; return the run's exit code."""
     chosen = choose_checkpoint(args.named, args.checkpoint)
+    if chosen.of_torch:
+        raise RequestError(
+            f"{args.named} is a folder of torch.distributed.checkpoint; `gputrain eval` evaluates checkpoints of "
+            "gputrain. train.finetune_from, predict and export --to safetensors take such a folder"
+        )
     source = recipe_of_checkpoint(chosen, args.named, args.recipe)
     recipe = evaluation_recipe(
         source,

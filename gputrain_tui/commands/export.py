@@ -44,7 +44,7 @@ class Written(msgspec.Struct, kw_only=True):
     """Output of ``python -m trainer.export_weights``."""
 
     checkpoint: str
-    step: int
+    step: int | None
     tensors: int
     bytes: int
     left_out: list[str]
@@ -55,10 +55,16 @@ class Written(msgspec.Struct, kw_only=True):
     """A line for each newer checkpoint that cannot be used."""
 
 
-def _safetensors(args: Namespace, output: Path | None) -> int:
+def _weights(args: Namespace, output: Path | None) -> int:
+    if str(output) == STDOUT:
+        raise RequestError(f"export: --to {args.to} is not written to standard output: name a path with -o PATH")
     chosen = choose_checkpoint(args.named, args.checkpoint)
     output = output or Path((chosen.path.stem if chosen.run is None else chosen.run.id) + FORMATS[args.to].suffix)
-    flags = [*(["--force"] if args.force else []), *([f"--run={chosen.run_id}"] if chosen.run_id else [])]
+    flags = [
+        f"--to={args.to}",
+        *(["--force"] if args.force else []),
+        *([f"--run={chosen.run_id}"] if chosen.run_id else []),
+    ]
     argv = [*flags, "--", str(chosen.path), str(output)]
     # A process of its own, as this one never imports torch, which reads checkpoints.
     done = subprocess.run(
@@ -76,10 +82,11 @@ def _safetensors(args: Namespace, output: Path | None) -> int:
         print_message(f"left out, because they are not dense tensors: {', '.join(written.left_out)}")
     if written.without_task_state:
         print_message(
-            "the task's state (such as its vocabulary) is not in the file, because it has no form in JSON: "
+            f"the task's state (such as its vocabulary) is not in {output}, as "
             f"{written.without_task_state}; the checkpoint holds it"
         )
-    print(printable(f"{output}: weights of step {written.step}, {written.tensors} tensors, {size(written.bytes)}"))
+    step = "" if written.step is None else f" of step {written.step}"
+    print(printable(f"{output}: weights{step}, {written.tensors} tensors, {size(written.bytes)}"))
     return ExitCode.FINISHED
 
 
@@ -181,7 +188,8 @@ FORMATS = {
     "tensorboard": ExportFormat(suffix=".tensorboard", write=_tensorboard, takes=("rank",)),
     "chrome-trace": ExportFormat(suffix=".trace.json", write=_steps(write_trace), takes=("rank",)),
     "archive": ExportFormat(suffix=".tar.gz", write=_archive, takes=("logs",)),
-    "safetensors": ExportFormat(suffix=".safetensors", write=_safetensors, takes=("checkpoint",)),
+    "safetensors": ExportFormat(suffix=".safetensors", write=_weights, takes=("checkpoint",)),
+    "dcp": ExportFormat(suffix=".dcp", write=_weights, takes=("checkpoint",)),
 }
 
 
@@ -193,7 +201,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         choices=tuple(FORMATS),
         required=True,
         help="csv, jsonl: a line per rank and step; tensorboard: a folder of event files; chrome-trace: a timeline for "
-        "Perfetto; archive: recipe, plan and record as one file for `gputrain attach`; safetensors: weights",
+        "Perfetto; archive: recipe, plan and record as one file for `gputrain attach`; safetensors, dcp: weights, as a "
+        "file or as a folder of "
+        "torch.distributed.checkpoint",
     )
     parser.add_argument(
         "-o",

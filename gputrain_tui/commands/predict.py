@@ -38,7 +38,7 @@ def run(args: Namespace) -> int:
     # A process of its own, as this one never imports torch, which reads checkpoints.
     argv = [sys.executable, "-P", "-m", "trainer.predict_inputs", str(chosen.path), "--program=gputrain"]
     argv += [f"--input={args.input}", f"--run={chosen.run_id}"]
-    training = [f"--task={recipe.train.task}", *task_flags(recipe.task_options)]
+    training = [f"--task={recipe.train.task}", f"--seed={recipe.train.seed}", *task_flags(recipe.task_options)]
     try:
         code = subprocess.run([*argv, "--", *training]).returncode
     except KeyboardInterrupt:

@@ -34,7 +34,7 @@ def add_settings(parser: ArgumentParser) -> None:
 
 def add_checkpoint(parser: ArgumentParser) -> None:
     """Declare ``RUN|CHECKPOINT`` and ``--checkpoint``."""
-    text = "run id, a unique prefix of one, or `last`; or a checkpoint's file"
+    text = "run id, a unique prefix of one, or `last`; or a checkpoint: a file, or a folder of torch's DCP"
     parser.add_argument("named", metavar="RUN|CHECKPOINT", help=text)
     text = "which checkpoint of the run; default: the best one, or the newest if there is no best"
     parser.add_argument("--checkpoint", metavar="best|newest|FILE", help=text)

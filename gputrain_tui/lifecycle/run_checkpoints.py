@@ -14,7 +14,7 @@ from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.record import RunDir, checkpoint_to_resume, recorded_checkpoints
-from trainer.contract.record.checkpoints import BEST, run_folders
+from trainer.contract.record.checkpoints import BEST, is_dcp_folder, run_folders
 from trainer.contract.record.regular_file import read_whole
 
 
@@ -59,6 +59,8 @@ class ChosenCheckpoint:
     """The run's id as the checkpoint names it, if a run was named; empty for a named file."""
     description: str
     """Such as ``the best checkpoint of RUN``."""
+    of_torch: bool = False
+    """Whether it is a folder of ``torch.distributed.checkpoint``."""
 
 
 def choose_checkpoint(named: str, which: str | None) -> ChosenCheckpoint:
@@ -72,7 +74,7 @@ def choose_checkpoint(named: str, which: str | None) -> ChosenCheckpoint:
         RequestError: there is no such run, file or checkpoint.
     """
     path = Path(named)
-    if path.suffix == ".pt" or len(path.parts) > 1 or path.is_file():
+    if path.suffix == ".pt" or len(path.parts) > 1 or path.is_file() or is_dcp_folder(path):
         if which is not None:
             raise RequestError(
                 f"--checkpoint {which} selects a checkpoint of a run, but {named} is a file: "
@@ -123,6 +125,8 @@ def recorded_table(run_dir: RunDir, name: str) -> dict[str, Any]:
 
 
 def _named_file(path: Path) -> ChosenCheckpoint:
+    if is_dcp_folder(path):
+        return ChosenCheckpoint(path=path.absolute(), run=None, description="the weights", of_torch=True)
     if not path.is_file():
         problem = "is a folder" if path.is_dir() else "does not exist"
         raise RequestError(f"{path} {problem}: name a checkpoint, such as FOLDER/{BEST}, or a run")

@@ -26,7 +26,7 @@ from gputrain_tui.recipe.model import Recipe
 from trainer.contract.builtin_tasks import BUILT_IN, check_data, options_schema
 from trainer.contract.errors import RequestError
 from trainer.contract.option_rules import start_option
-from trainer.contract.record.checkpoints import LOCK, foreign_run
+from trainer.contract.record.checkpoints import DCP_METADATA, LOCK, foreign_run, is_dcp_folder
 from trainer.contract.recorded_shares import recorded_shares
 from trainer.contract.rendezvous_url import parse_rendezvous_url
 from trainer.contract.task_files import require_optimizer
@@ -193,12 +193,16 @@ def _start_file(recipe: Recipe) -> CheckResult | None:
     key, path = f"train.{name}", Path(getattr(recipe.train, name))
     check = START_CHECKS[name]
     takes_folder = name != "finetune_from"
-    fix = "name a checkpoint or a folder of them" if takes_folder else "name a file of weights"
+    fix = "name a checkpoint or a folder of them" if takes_folder else "name a file of weights, or a folder of DCP"
     try:
         if not path.exists():
             return error(check, f"{path} does not exist", fix, key=key)
         if path.is_dir() and not takes_folder:
-            return error(check, f"{path} is a folder", fix, key=key)
+            problem = "is a folder"
+            if is_dcp_folder(path):
+                whole = (path / DCP_METADATA).is_file()
+                problem = "" if whole else f"has no {DCP_METADATA}: it was not saved to the end"
+            return error(check, f"{path} {problem}", fix, key=key) if problem else None
         if path.is_dir() and not any(path.glob("*.pt")):
             return error(check, f"{path} holds no checkpoint", "name another folder", key=key)
     except OSError as failure:

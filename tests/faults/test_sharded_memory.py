@@ -11,12 +11,13 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_log import newest
-from trained import ENVIRON, TrainingResult, train
+from trained import ENVIRON, TrainingResult, train, train_spawned
 from waiting import LIMIT_S, until
 
 from trainer.contract.errors import ExitCode
@@ -25,6 +26,8 @@ from trainer.host.proc_files import CGROUP
 LIMIT_MIB = 140
 """DDP takes 175: four times the model's 25, and 70 for all else. Two ranks that divide the model take 105."""
 TASK = f"{Path(__file__).parents[1] / 'support/limited_lm.py'}:LimitedLm"
+OWN_LIMIT_MIB = 60
+"""Of one rank from the building of its model on, which is a third of what DDP takes."""
 WIDTHS = {"single": 256, "double": 160}
 """Widths of the models, which take 25 and 20 MiB."""
 GROUP_LIMIT_MIB = 720
@@ -34,19 +37,26 @@ GROUP_LIMIT_MIB = 720
 @pytest.fixture
 def limited_group() -> Iterator[Path]:
     """Return a cgroup with a limit of memory, where this user may make one."""
+    with made_group(uuid.uuid4().hex, GROUP_LIMIT_MIB) as group:
+        yield group
+
+
+@contextmanager
+def made_group(name: str, limit_mib: int) -> Iterator[Path]:
+    """Yield a new cgroup with a limit of memory; skip the test where this user may not make one."""
     files = ("memory/memory.limit_in_bytes", "memory.max")
-    base, name = next(
+    base, file = next(
         ((file.parent, file.name) for file in (CGROUP / each for each in files) if file.parent.is_dir()), (CGROUP, "")
     )
-    group = base / f"gputrain-test-{uuid.uuid4().hex}"
+    group = base / f"gputrain-test-{name}"
     try:
         group.mkdir()
     except OSError as error:
         pytest.skip(f"needs to make a cgroup with the controller memory: {error}")
     try:
-        if not (group / name).is_file():
+        if not (group / file).is_file():
             pytest.skip("needs to make a cgroup with the controller memory")
-        (group / name).write_text(str(GROUP_LIMIT_MIB << 20))
+        (group / file).write_text(str(limit_mib << 20))
         yield group
         until(lambda: not (group / "cgroup.procs").read_text(), "the cgroup is empty")
     finally:
@@ -101,6 +111,20 @@ def test_in_a_cgroup_ddp_is_ended_with_its_limit_and_the_other_strategy_in_the_m
         assert done.returncode == code, done.stderr
         assert text in done.stdout + done.stderr
         assert ("--strategy fsdp, which divides the model" in done.stderr) == (strategy == "ddp")
+
+
+def test_a_rank_in_a_cgroup_of_its_own_is_ended_with_the_limit_of_that_in_the_message(tmp_path: Path) -> None:
+    name = uuid.uuid4().hex
+    with made_group(f"{name}-0", 1000), made_group(f"{name}-1", OWN_LIMIT_MIB) as group:
+        own = str(group).removesuffix("1")
+        (tmp_path / "text.txt").write_bytes((bytes(range(32, 122)) * 9)[:584])
+        model = ("--context", 16, "--dim", WIDTHS["single"], "--layers", 8, "--heads", 2, "--sample-bytes", 0)
+        request = ("--task", TASK, "--data", tmp_path / "text.txt", "--valid-fraction", 0, *model, "--own-group", own)
+        done = train_spawned(tmp_path / "run", *request, "--batch-size", 6, "--max-updates", 2, ranks=2)
+    assert done.code == ExitCode.FAILED
+    assert "trainer: rank 1 on " in done.output
+    killed = "the process was ended by SIGKILL by the kernel's out-of-memory killer, "
+    assert f"{killed}at the limit of {OWN_LIMIT_MIB} MiB of its own cgroup {group}; less is taken by" in done.output
 
 
 @pytest.mark.parametrize(("precision", "exact", "ranks"), [("single", 1e-6, 4), ("double", 1e-12, 3)])

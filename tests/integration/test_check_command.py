@@ -67,6 +67,7 @@ def test_a_wrong_recipe_is_2_and_not_3(folder: Path, check: Command) -> None:
     [
         ("finetune_from", "none.pt", "none.pt does not exist"),
         ("finetune_from", "empty", "empty is a folder"),
+        ("finetune_from", "torn", "torn has no .metadata: it was not saved to the end"),
         ("eval_only", "none.pt", "none.pt does not exist"),
         ("eval_only", "empty", "empty holds no checkpoint"),
         ("resume", "empty", "empty holds no checkpoint"),
@@ -76,6 +77,8 @@ def test_a_file_that_the_run_would_start_from_is_looked_for(
     folder: Path, check: Command, key: str, value: str, what: str
 ) -> None:
     (folder / "empty").mkdir()
+    (folder / "torn").mkdir()
+    (folder / "torn" / "__0_0.distcp").touch()  # of torch.distributed.checkpoint
     text = recipe(
         train=f'task = "lm"\nmax_updates = 1\neval_split = "valid"\n{key} = "{value}"', task='data = "stdlib"'
     )

@@ -334,7 +334,10 @@ def test_collectives_are_in_each_format_by_group_and_overlapping_ones_are_on_sev
         (["{run}", "--to", "csv", "-o", "folder"], "folder is a folder: name a file in it"),
         (["{run}", "--to", "csv", "-o", "none/x.csv"], "none/x.csv: there is no folder none"),
         (["{run}", "--to", "csv", "--rank", "2"], "export: run {run} has no rank 2: its ranks are 0 to 1"),
-        (["{run}", "--to", "csv", "--checkpoint", "best"], "export: --checkpoint is for --to safetensors, not for csv"),
+        (
+            ["{run}", "--to", "csv", "--checkpoint", "best"],
+            "export: --checkpoint is for --to safetensors, dcp, not for csv",
+        ),
         (["{run}", "--to", "archive", "--rank", "1"], "export: --rank is for --to csv, jsonl, tensorboard, chrome-"),
         (["{run}", "--to", "tensorboard", "-o", "-"], "export: --to tensorboard writes a folder: name one with -o "),
         (["{run}", "--to", "tensorboard", "-o", "here.csv"], "here.csv is not a folder and will not be replaced"),

@@ -85,6 +85,8 @@ def test_lines_and_objects_give_equal_predictions_and_those_of_the_exported_weig
         (b"good\n\xff\n", [], 0, "standard input, line 2: is no UTF-8"),
         (b"sentence\tlabel\ngood\t1\n", [], 0, "standard input, line 1: the text has a tab"),
         (b"{\"text\": \"a\"}\nplain\n", [], 0, "standard input, line 2: is no JSON object like the first line"),
+        (b"text,label\r\ngood,1\n", [], 0, "standard input, line 1: is the header of a table: give the column of"),
+        (b'"label","text"\n1,"good"\n', [], 0, "standard input, line 1: is the header of a table"),
         (b"", ["--input=none"], 0, "--input none: does not exist"),
         (b"", ["--run=other"], 0, "it is a checkpoint of some-run, not of other"),
     ],
@@ -98,6 +100,22 @@ def test_what_cannot_be_predicted_is_one_line(
     assert (code, len(printed)) == (2, lines)
     assert text in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["reviews.CSV", "reviews.tsv"])
+def test_a_table_is_refused_by_the_name_of_its_file(
+    docnn: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes], name: str
+) -> None:
+    (tmp_path / name).write_text("review,stars\ngood film,5\n")
+    code, printed, said = predicted(capfdbinary, docnn, "--input", tmp_path / name, "--", *DOCNN)
+    assert (code, printed) == (2, [])
+    assert f"{name}: is a table, whose other columns would count as text: give the column of texts alone" in said
+
+
+def test_a_text_with_commas_is_no_header(docnn: Path, typed: Any, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    typed(b"a good, text\ntext\nfilm,good\n")
+    code, printed, said = predicted(capfdbinary, docnn, "--", *DOCNN)
+    assert (code, len(printed), said) == (0, 3, "")
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 from pathlib import Path
 
 import torch._dynamo  # DDP imports it, and FSDP the other one, after the limit is set
-import torch.distributed.fsdp  # noqa: F401
+import torch.distributed.fsdp
 from torch import nn
 
 from trainer.contract.task_options import LmOptions
@@ -34,6 +35,8 @@ class LimitedOptions(LmOptions, kw_only=True, forbid_unknown_fields=True):
     limit_mib: int = 0
     """Memory that a rank may take from when it builds its model on, MiB; 0: no limit."""
     double: bool = False
+    own_group: str = ""
+    """Cgroup that a rank joins when it builds its model: its path without the rank at the end."""
 
 
 class LimitedLm(LanguageModel):
@@ -41,6 +44,9 @@ class LimitedLm(LanguageModel):
     options: LimitedOptions
 
     def model(self) -> nn.Module:
+        if self.options.own_group:
+            rank = torch.distributed.get_rank()
+            Path(f"{self.options.own_group}{rank}", "cgroup.procs").write_text(str(os.getpid()))
         if self.options.limit_mib:
             count_threads_little()
             status = Path("/proc/self/status").read_text()

@@ -198,9 +198,11 @@ def test_the_memory_group_of_a_process_has_the_least_limit_around_it_and_its_own
     (step / names[1]).write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
     group = read_memory_group(tmp_path, root)
     assert group is not None
-    assert (group.limit_bytes(), group.oom_kills()) == (400 << 20, 3)
+    (tmp_path / "self").rename(tmp_path / "77")
+    assert read_memory_group(tmp_path, root, pid=77) == group
+    assert (group.limit(), group.oom_kills()) == ((400 << 20, step.parent), 3)
     (step.parent / names[0]).write_text(f"{unlimited}\n")
-    assert group.limit_bytes() is None
+    assert group.limit() is None
 
 
 def test_the_sizes_of_the_logs_of_a_rank_and_its_node_are_sampled(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -18,7 +20,23 @@ from trainer.contract.option_rules import less_memory
 from trainer.contract.outcome import NodeOutcome, exit_code_of, is_lost_peer, lost_peer_text, root_cause, signal_name
 from trainer.contract.record import AnyEvent, EventWriter, Failure, RankState, RunDir, decode_events
 from trainer.contract.record.regular_file import read_tail
-from trainer.host.memory import oom_kills, read_memory_group
+from trainer.host.memory import MemoryGroup, oom_kills, read_memory_group
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OwnGroup:
+    """Memory cgroup of one rank, which is not that of the node agent, as it was last seen."""
+
+    group: MemoryGroup
+    oom_kills: int
+    """Out-of-memory kills in it when it was first seen."""
+    limit: tuple[int, Path] | None
+    """Smallest limit, bytes, and the group that has it."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it was removed with its last process, as systemd does with a scope."""
+        return not self.group.folder.is_dir()
 
 
 class FailureAttribution:
@@ -33,6 +51,23 @@ class FailureAttribution:
         self._oom_kills = oom_kills()
         self._group = read_memory_group()
         self._group_oom_kills = 0 if self._group is None else self._group.oom_kills()
+        self._own_groups: dict[int, _OwnGroup] = {}
+        """Memory cgroups of ranks that are not in that of this process, by process id."""
+        self._observed_at = -math.inf
+
+    def observe_groups(self, ranks: Sequence[WorkerProcess]) -> None:
+        """Note the memory cgroups of the ranks, once a second: a rank that has ended is in none."""
+        now = time.monotonic()
+        if now - self._observed_at < 1.0:
+            return
+        self._observed_at = now
+        for pid in (rank.process.pid for rank in ranks if not rank.ended):
+            group = None if pid is None else read_memory_group(pid=pid)
+            if pid is None or group is None or group == self._group:
+                continue
+            own = self._own_groups.get(pid)
+            kills = group.oom_kills() if own is None or own.group != group else own.oom_kills
+            self._own_groups[pid] = _OwnGroup(group=group, oom_kills=kills, limit=group.limit())
 
     def add(self, time_ns: int, assignment: RankAssignment, failure: Failure) -> None:
         """Add the failure that a rank has reported."""
@@ -85,7 +120,7 @@ class FailureAttribution:
             self.fail(rank.assignment, kind, f"{message}: {lost_peer_text(error)}" if error else message)
             return
         message = f"the process was ended by {signal_name(-rank.exit_code)}"
-        kind, sender = self._kill_cause(-rank.exit_code)
+        kind, sender = self._kill_cause(-rank.exit_code, rank.process.pid)
         message += sender or (error and f": {lost_peer_text(error)}")
         if kind == "out_of_memory" and rank.assignment.spec is not None:
             message += less_memory(rank.assignment.spec.training, rank.assignment.world_size)
@@ -103,17 +138,30 @@ class FailureAttribution:
         message = f"the fork server, the parent of all ranks on this node, {end}{sender}"
         self._record(Failure(time=time.time(), kind=kind, message=message, host=host))
 
-    def _kill_cause(self, number: int | None) -> tuple[str, str]:
+    def _kill_cause(self, number: int | None, pid: int | None = None) -> tuple[str, str]:
         """Return the kind of failure and the sender of SIGKILL for a message; no sender for other signals."""
         if number != signal.SIGKILL:
             return "signal", ""
+        own = None if pid is None else self._own_groups.get(pid)
+        if own is not None and (own.group.oom_kills() > own.oom_kills or (own.is_gone and self._any_oom_kill())):
+            return "out_of_memory", f" by the kernel's out-of-memory killer{self._limit_text(own.limit)}"
         if self._group is not None and self._group.oom_kills() > self._group_oom_kills:
-            limit = self._group.limit_bytes()
-            allowed = "" if limit is None else f", at the limit of {limit >> 20} MiB for the processes of this node"
-            return "out_of_memory", f" by the kernel's out-of-memory killer{allowed}"
-        if oom_kills() > self._oom_kills:
+            return "out_of_memory", f" by the kernel's out-of-memory killer{self._limit_text(self._group.limit())}"
+        if self._any_oom_kill():
             return "signal", ": the kernel's out-of-memory killer ended a process at that time"
         return "signal", ": sent by hand, by a scheduler, or because of a memory limit"
+
+    def _any_oom_kill(self) -> bool:
+        """Return whether the kernel has ended a process on this machine for want of memory since the start."""
+        return oom_kills() > self._oom_kills
+
+    def _limit_text(self, limit: tuple[int, Path] | None) -> str:
+        if limit is None:
+            return ""
+        size, holder = limit
+        shared = self._group is not None and self._group.folder.is_relative_to(holder)
+        whose = "for the processes of this node" if shared else f"of its own cgroup {holder}"
+        return f", at the limit of {size >> 20} MiB {whose}"
 
     def outcome(
         self, first: RankAssignment, ranks: Sequence[WorkerProcess], shutdown: Shutdown, stop_reason: str

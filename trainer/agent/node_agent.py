@@ -263,6 +263,7 @@ class _NodeAgent:
 
     def _collect(self) -> None:
         """Take the ranks' reports, then their exits: a rank that has ended reported before."""
+        self._attribution.observe_groups(self._ranks)
         unknown_exit = 255  # exit code that ``multiprocessing`` assigns to a process whose fork server has ended
         self._collect_started()
         for rank in self._ranks:

@@ -1,8 +1,8 @@
 """Checkpoints: a training's state, written atomically with a checksum, and read back.
 
 Interface of the package: ``state`` copies tensors and random numbers and lists entries, ``file`` is the format of one
-file, ``writer`` and ``reader`` write and choose the files of a folder, ``weights`` reads weights alone, and
-``folder_lock`` keeps a folder to one training.
+file, ``writer`` and ``reader`` write and choose the files of a folder, ``weights`` reads weights alone,
+``dcp_folder`` those of ``torch.distributed.checkpoint``, and ``folder_lock`` keeps a folder to one training.
 """
 
 from trainer.checkpoint.checkpoint_writer import CheckpointWriter as CheckpointWriter, Saved as Saved
@@ -28,6 +28,7 @@ from trainer.checkpoint.weights import (
     exported_task_state as exported_task_state,
     fit as fit,
     load_weights as load_weights,
+    open_weights as open_weights,
     weights_of as weights_of,
 )
 from trainer.contract.errors import CheckpointError as CheckpointError

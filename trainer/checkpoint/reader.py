@@ -11,7 +11,7 @@ import torch
 from trainer.checkpoint import file as files
 from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.errors import CheckpointError, RequestError
-from trainer.contract.record.checkpoints import checkpoints_in
+from trainer.contract.record.checkpoints import checkpoints_in, is_dcp_folder
 
 
 def load(path: Path | str, *, mapped: bool = False) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def open_checkpoint(
     if newest is not None:
         return *newest, passed_over
     if not passed_over:
-        of_torch = "; torch.distributed.checkpoint wrote it, whose folders are not read"
-        other = of_torch if (path / ".metadata").is_file() else ""
+        of_torch = "; torch.distributed.checkpoint wrote it: --finetune-from, predict and export take its weights"
+        other = of_torch if is_dcp_folder(path) else ""
         raise RequestError(f"{flag} {path}: the folder holds no checkpoint{f' of {run}' if run else ''}{other}")
     first, *others = (line.removeprefix("skipped: ") for line in passed_over)
     more = f" (and {len(others)} more)" if others else ""

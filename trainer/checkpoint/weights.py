@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor
 
+from trainer.checkpoint.dcp_folder import Key, read_metadata, read_tensor, require_files
 from trainer.checkpoint.file import has_trailer
 from trainer.checkpoint.reader import load, load_plain
 from trainer.contract.errors import CheckpointError
+from trainer.contract.record.checkpoints import is_dcp_folder
 
-_WITHIN = ("model", "state_dict", "model_state_dict")
-"""Keys of the weights in checkpoints of this package, fairseq, Lightning and torch's tutorials."""
+_WITHIN = ("model", "state_dict", "model_state_dict", "module")
+"""Keys of the weights in checkpoints of this package, fairseq, Lightning, torch's tutorials and DeepSpeed."""
 _PREFIXES = ("module.", "_orig_mod.")
 """Prefixes that DDP and torch.compile add to every name."""
 
@@ -32,13 +36,43 @@ def weights_of(state: Mapping[str, Any], *, source: str) -> dict[str, Any]:
     return weights
 
 
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Weights by name, of a file or a folder that may have them on disk only."""
+
+    tensors: dict[str, Tensor]
+    """On the device ``meta``, which takes no memory, where they are on disk only."""
+    read: Callable[[Collection[str]], dict[str, Tensor]] | None = None
+    """Function that reads those of these names; None where all are in memory."""
+
+    def load(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return those of these names, on the CPU.
+
+        Raises:
+            CheckpointError: one cannot be read.
+        """
+        return {name: self.tensors[name] for name in names} if self.read is None else self.read(list(names))
+
+
 def load_weights(path: Path | str) -> dict[str, Tensor]:
-    """Return the weights in a file, by name: a checkpoint, a bare ``state_dict``, or ``.safetensors``.
+    """Return all weights of a file or folder that ``open_weights`` reads, by name."""
+    weights = open_weights(path)
+    return weights.load(weights.tensors)
+
+
+def open_weights(path: Path | str, *, model: Collection[str] = ()) -> Weights:
+    """Open the weights in a checkpoint, a bare ``state_dict``, ``.safetensors``, or a folder of DCP.
+
+    Args:
+        path: of a file, or of a folder that ``torch.distributed.checkpoint`` (DCP) has written.
+        model: names of the weights of a model, by which they are told from other tensors of a folder.
 
     Raises:
-        CheckpointError: the file cannot be read, or has no weights.
+        CheckpointError: it cannot be read, or has no weights.
     """
     path = Path(path)
+    if is_dcp_folder(path):
+        return _open_folder(path, model)
     if path.suffix == ".safetensors":
         content: Any = _load_safetensors(path)
     else:
@@ -50,10 +84,48 @@ def load_weights(path: Path | str) -> dict[str, Tensor]:
     weights = {str(name): value for name, value in content.items()} if isinstance(content, Mapping) else {}
     if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         raise CheckpointError(f"{path}: holds no dict of named tensors, at the top level or under {', '.join(_WITHIN)}")
+    return Weights(tensors=_without_prefix(weights))
+
+
+def _without_prefix(weights: dict[str, Any]) -> dict[str, Any]:
     for prefix in _PREFIXES:
         if all(name.startswith(prefix) for name in weights):
             weights = {name.removeprefix(prefix): value for name, value in weights.items()}
     return weights
+
+
+def _open_folder(folder: Path, model: Collection[str]) -> Weights:
+    """Open the weights of a DCP folder: of its entries, or of its top level, those that have most names of the model.
+
+    Without a common name the top level counts as the weights only if no entry does: it may hold other tensors.
+    """
+    by_entry: dict[Key, dict[str, Any]] = {}
+    for key, saved in read_metadata(folder, _may_be_weight).items():
+        by_entry.setdefault(key[:-1], {})[str(key[-1])] = saved
+    if not by_entry:
+        listed = ", ".join(_WITHIN)
+        raise CheckpointError(f"{folder}: holds no named tensors, at the top level or under {listed}")
+    entries = {entry: _without_prefix(tensors) for entry, tensors in by_entry.items()}
+    known = {entry: sum(name in tensors for name in model) for entry, tensors in entries.items()}
+    if not any(known.values()):
+        known = {entry: int(bool(entry)) for entry in entries}
+    best = [entry for entry in entries if known[entry] == max(known.values())]
+    if len(best) > 1:
+        names = ", ".join(".".join(map(str, entry)) or "the top level" for entry in best)
+        raise CheckpointError(f"{folder}: holds weights at several places, {names}: save those to be read alone")
+    saved_weights = entries[best[0]]
+
+    def read(names: Collection[str]) -> dict[str, Tensor]:
+        require_files(folder, (saved_weights[name] for name in names))
+        return {name: read_tensor(folder, name, saved_weights[name]) for name in names}
+
+    shapes = {name: torch.empty(saved.shape, dtype=saved.dtype, device="meta") for name, saved in saved_weights.items()}
+    return Weights(tensors=shapes, read=read)
+
+
+def _may_be_weight(key: Key) -> bool:
+    """Return whether a tensor of a folder is at the top level, or within an entry that holds a model's weights."""
+    return len(key) == 1 or key[-2] in _WITHIN
 
 
 def exported_task_state(path: Path) -> dict[str, Any]:

@@ -388,8 +388,8 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     finetune_from: Annotated[
         str | None,
         _checkpoints(
-            "start from the weights of this file: a checkpoint, a state_dict in .pt, or .safetensors; "
-            "optimizer, schedule and data start anew",
+            "start from the weights of this file: a checkpoint, a state_dict in .pt, or .safetensors; or of a folder "
+            "of torch.distributed.checkpoint; optimizer, schedule and data start anew",
             aliases=["--finetune-from-model"],
         ),
     ] = None

@@ -32,7 +32,7 @@ def require_place(output: Path, *, force: bool) -> None:
     _require_parent(output)
 
 
-def require_folder_place(output: Path, *, force: bool, prefix: str) -> None:
+def require_folder_place(output: Path, *, force: bool, prefix: str | tuple[str, ...]) -> None:
     """Check that a folder may be written at a path: empty, or with ``force`` one that holds only our own files.
 
     Raises:

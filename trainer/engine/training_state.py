@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer.checkpoint import copy_to_cpu, fit, load_weights
+from trainer.checkpoint import copy_to_cpu, fit, open_weights
 from trainer.contract.errors import CheckpointError, RequestError
 from trainer.contract.options import Training
 from trainer.contract.outcome import SEED_ON_RESUME
@@ -141,11 +141,13 @@ class TrainingState:
 
     def fitting_weights(self, file: str, *, partial: bool) -> tuple[dict[str, Tensor], str]:
         """Return the weights of a file that fit this model, and a description of the others; change nothing."""
-        weights, misfits = fit(load_weights(file), self.model.state_dict())
-        if misfits and not (partial and weights):
-            hint = "; --finetune-partial loads those that match" if weights else ""
+        own = self.model.state_dict()
+        weights = open_weights(file, model=own)
+        fitting, misfits = fit(weights.tensors, own)
+        if misfits and not (partial and fitting):
+            hint = "; --finetune-partial loads those that match" if fitting else ""
             raise RequestError(f"{file} does not fit this model, {misfits}{hint}")
-        return weights, misfits
+        return weights.load(fitting), misfits
 
     def difference_from(self, start: StartingPoint) -> str:
         """Describe how the task's state differs from that of the weights to start with; empty if it does not."""

@@ -91,20 +91,25 @@ class MemoryGroup:
         """Return the number of out-of-memory kills in this group."""
         return max(_oom_kills(self.folder / name) for name in ("memory.oom_control", "memory.events"))
 
-    def limit_bytes(self) -> int | None:
-        """Return the smallest limit of the group and its ancestors, bytes; None without one."""
+    def limit(self) -> tuple[int, Path] | None:
+        """Return the smallest limit of the group and its ancestors, bytes, and the group that has it; None without one.
+
+        Of equal limits that of the outer group counts, which more processes share.
+        """
         limits = []
         folder = self.folder
         while folder.is_relative_to(self.root):
-            limits += [read_number(folder / name) for name in ("memory.limit_in_bytes", "memory.max")]
+            read = (read_number(folder / name) for name in ("memory.limit_in_bytes", "memory.max"))
+            limits += [(limit, len(folder.parts), folder) for limit in read if limit is not None]
             folder = folder.parent
         no_limit_bytes = 1 << 60  # cgroups of version 1 show a number near 2^63 where there is no limit
-        return min((limit for limit in limits if limit is not None and limit < no_limit_bytes), default=None)
+        limit, _, holder = min(limits, default=(no_limit_bytes, 0, self.root))
+        return (limit, holder) if limit < no_limit_bytes else None
 
 
-def read_memory_group(proc: Path = PROC, cgroup: Path = CGROUP) -> MemoryGroup | None:
-    """Return the memory cgroup of this process, of version 1 or 2; None if it is not visible to this process."""
-    for line in read_text(proc / "self" / "cgroup").splitlines():
+def read_memory_group(proc: Path = PROC, cgroup: Path = CGROUP, *, pid: int | None = None) -> MemoryGroup | None:
+    """Return the memory cgroup of a process, by default this one, of version 1 or 2; None if it is not visible here."""
+    for line in read_text(proc / ("self" if pid is None else str(pid)) / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("memory", ""):
             continue

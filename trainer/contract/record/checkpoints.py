@@ -14,6 +14,8 @@ from trainer.contract.record.json_lines import decode_events
 from trainer.contract.record.regular_file import open_regular
 from trainer.contract.record.run_dir import RunDir
 
+DCP_METADATA = ".metadata"
+"""File in a folder of ``torch.distributed.checkpoint`` that describes the others, written last."""
 BEST = "best.pt"
 """Name of the best checkpoint so far: a second name of its step's file."""
 LOCK = ".lock"
@@ -96,6 +98,11 @@ def checkpoint_to_resume(run_dir: RunDir, run_ids: Collection[str]) -> Path | No
 def checkpoints_in(folder: Path) -> set[str]:
     """Return the names of the checkpoints in a folder."""
     return {path.name for name in NAMES for path in folder.glob(name)}
+
+
+def is_dcp_folder(path: Path) -> bool:
+    """Return whether a path is a folder that ``torch.distributed.checkpoint`` has written, or has begun to write."""
+    return path.is_dir() and ((path / DCP_METADATA).is_file() or any(path.glob("*.distcp")))
 
 
 def foreign_run(folder: Path, run: str) -> tuple[str, list[str]]:
