@@ -66,6 +66,13 @@ def stragglers(
                 symptom = None
         if symptom is None and known and owns[index] >= limit.STRAGGLER_SHARE / 2 * (step_ms + max(owns[index], 0.0)):
             symptom = _own_work_symptom(state, timeline.ranks, rows, index, step_ms, WINDOW_ROWS, uneven=uneven)
+        if known and (symptom is None or symptom.value < symptom.threshold or not symptom.confirmed):
+            gate = limit.STRAGGLER_SHARE * (step_ms + max(owns[index], 0.0))
+            length = _rows_late_beyond_chance([row.own_excess[index] for row in rows], gate)
+            if length:
+                symptom = _own_work_symptom(
+                    state, timeline.ranks, rows, index, step_ms, length, uneven=uneven, varying=True
+                )
         if symptom is not None and broadcast is not None and index == broadcast.leader:
             symptom = broadcast.explain(symptom, timeline.ranks)
         if waits is not None and (symptom is None or symptom.value < symptom.threshold):
@@ -95,10 +102,12 @@ def _own_work_symptom(
     length: int,
     *,
     uneven: bool = False,
+    varying: bool = False,
 ) -> Symptom:
     """Return the symptom of a rank with longer work of its own than the other ranks in the last ``length`` rows.
 
     ``base`` is the duration of a step without stragglers, ms. ``uneven``: ranks are known to be late in turns.
+    ``varying``: it is late in more of the rows than by chance, whatever the noise and however unlike from row to row.
     """
     rank, window = ranks[index], rows[-length:]
     late = [row.own_excess[index] for row in rows]
@@ -108,7 +117,7 @@ def _own_work_symptom(
     gate = limit.STRAGGLER_SHARE * step_ms
     blocks = _window_medians(late)
     straggling = [row.straggling for row in rows]
-    noise = _noise(late, straggling)
+    noise = 0.0 if varying else _noise(late, straggling)
     agreeing = [row for row, value in zip(window, recent, strict=True) if value >= late_ms / 2]
     agreed_ms = median([row.own_excess[index] for row in agreeing])  # over the same steps as ``phases``
     phases = {phase: median([row.excess(phase, index) for row in agreeing]) for phase in (*PHASES, "gc")}
@@ -130,7 +139,7 @@ def _own_work_symptom(
         "late_ms": median([row.late_ms(index) for row in agreeing]),
         **{f"{phase}_excess_ms": value for phase, value in phases.items() if abs(value) >= 0.05 * late_ms},
     }
-    confirmed = lasting and len(agreeing) >= limit.MIN_AGREEING_SHARE * len(recent)
+    confirmed = lasting and (varying or len(agreeing) >= limit.MIN_AGREEING_SHARE * len(recent))
     symptom = _symptom(
         rank,
         late_ms,
@@ -144,6 +153,21 @@ def _own_work_symptom(
         script=state.plan is None,
     )
     return _with_waiting(symptom, state.ranks[rank].groups, agreeing, index, ranks)
+
+
+def _rows_late_beyond_chance(late: Sequence[float], gate: float) -> int:
+    """Return the most last rows of which a rank is late in more than by chance, 0 if there are none: the sign test.
+
+    An even rank is later than the median of the others in half of the rows, and by more than ``gate`` (ms) in fewer.
+    """
+    passing, on_time = 0, 0
+    for count, value in enumerate(islice(reversed(late), limit.SUSTAINED_WINDOWS * WINDOW_ROWS), 1):
+        on_time += value < gate
+        if count >= limit.MIN_STRAGGLER_ROWS:
+            as_often = sum(math.comb(count, fewer) for fewer in range(on_time + 1))
+            if as_often <= limit.CHANCE * 2**count:
+                passing = count
+    return passing
 
 
 def _with_waiting(
