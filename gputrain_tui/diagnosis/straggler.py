@@ -49,7 +49,7 @@ def stragglers(
     if broadcast is not None:
         rows = [row.without_broadcast_wait(broadcast.leader, broadcast.followers) for row in rows]
     window = rows[-WINDOW_ROWS:]
-    step_ms = base_ms(window)
+    step_ms = base_ms(window) + median([row.core_wait_ms for row in window])  # what a lateness is a share of
     owns = _own_excess(window)
     short = _short_window(rows)
     short_owns = _own_excess(rows[-short:])
@@ -106,8 +106,8 @@ def _own_work_symptom(
 ) -> Symptom:
     """Return the symptom of a rank with longer work of its own than the other ranks in the last ``length`` rows.
 
-    ``base`` is the duration of a step without stragglers, ms. ``uneven``: ranks are known to be late in turns.
-    ``varying``: it is late in more of the rows than by chance, whatever the noise and however unlike from row to row.
+    ``base`` is the duration of a step without stragglers, with its waits for a core, ms. ``uneven``: ranks are known to be late in turns.
+    ``varying``: it is late in more of the rows than by chance, however unlike from row to row.
     """
     rank, window = ranks[index], rows[-length:]
     late = [row.own_excess[index] for row in rows]
@@ -117,7 +117,7 @@ def _own_work_symptom(
     gate = limit.STRAGGLER_SHARE * step_ms
     blocks = _window_medians(late)
     straggling = [row.straggling for row in rows]
-    noise = 0.0 if varying else _noise(late, straggling)
+    noise = _noise_in_bursts(late, straggling) if varying else _noise(late, straggling)
     agreeing = [row for row, value in zip(window, recent, strict=True) if value >= late_ms / 2]
     agreed_ms = median([row.own_excess[index] for row in agreeing])  # over the same steps as ``phases``
     phases = {phase: median([row.excess(phase, index) for row in agreeing]) for phase in (*PHASES, "gc")}
@@ -247,7 +247,7 @@ def _symptom(
     whole_ms: float,
     script: bool = False,
 ) -> Symptom:
-    """Return the symptom; ``step_ms`` is a step without waits for a core, ``whole_ms`` one with them."""
+    """Return the symptom; ``step_ms`` is a usual step with this lateness, ``whole_ms`` the one by the clock."""
     share = late_ms / step_ms
     of_whole = min(late_ms / whole_ms, 1.0) if whole_ms > 0 else share
     return Symptom(
@@ -276,10 +276,14 @@ def _noise(late: Sequence[float], straggling: Sequence[bool]) -> float:
     """Return the lateness over a window that noise may reach, ms; rows with a known straggler do not count for it."""
     mean_to_median = 1.2533  # of their standard errors
     step_to_step = limit.NOISE_SIGMAS * mean_to_median * jitter(late) / math.sqrt(WINDOW_ROWS)
+    return max(step_to_step, _noise_in_bursts(late, straggling))
+
+
+def _noise_in_bursts(late: Sequence[float], straggling: Sequence[bool]) -> float:
+    """Return the lateness over a window that noise has reached before, ms; 0 while there are too few earlier windows."""
     earlier = [value for value, known in zip(late[:-WINDOW_ROWS], straggling[:-WINDOW_ROWS], strict=True) if not known]
     blocks = _window_medians(earlier)
-    in_bursts = limit.BLOCK_SIGMAS * spread(blocks) if len(blocks) >= limit.MIN_NOISE_BLOCKS else 0.0
-    return max(step_to_step, in_bursts)
+    return limit.BLOCK_SIGMAS * spread(blocks) if len(blocks) >= limit.MIN_NOISE_BLOCKS else 0.0
 
 
 def _window_medians(values: Sequence[float]) -> list[float]:

@@ -218,7 +218,7 @@ PROJECTS = (
         folder="examples/imagenet",
         script="main.py",
         args="--dummy --multiprocessing-distributed --world-size 1 --rank 0 --dist-backend gloo --epochs 1 "
-        "--dist-url tcp://127.0.0.1:{port} -a squeezenet1_1 -b 8 -j 2 -p 1",
+        "--dist-url tcp://127.0.0.1:{port} -a squeezenet1_1 -b 8 -j 1 -p 1",
         starts_ranks=True,
         edits={
             "main.py": (
@@ -228,6 +228,7 @@ PROJECTS = (
                  "        model = torch.nn.parallel.DistributedDataParallel(model)\n    elif args.distributed"),
                 ("1281167", "{steps} * 8"),
                 ("FakeData(50000", "FakeData(16"),
+                ("(3, 224, 224)", "(3, 48, 48)"),
             )
         },
         printed=partial(by_step, r"Epoch: \[0\]\[ *(\d+)/.*?Loss (\S+) ", ".4e", first=1),
