@@ -66,10 +66,11 @@ def stragglers(
                 symptom = None
         if symptom is None and known and owns[index] >= limit.STRAGGLER_SHARE / 2 * (step_ms + max(owns[index], 0.0)):
             symptom = _own_work_symptom(state, timeline.ranks, rows, index, step_ms, WINDOW_ROWS, uneven=uneven)
-        if known and (symptom is None or symptom.value < symptom.threshold or not symptom.confirmed):
-            gate = limit.STRAGGLER_SHARE * (step_ms + max(owns[index], 0.0))
-            length = _rows_late_beyond_chance([row.own_excess[index] for row in rows], gate)
-            if length:
+        gate = limit.STRAGGLER_SHARE * (step_ms + max(owns[index], 0.0))
+        certain = symptom is not None and symptom.confirmed and symptom.value >= symptom.threshold
+        if known and not certain:
+            late = [row.own_excess[index] for row in rows]
+            if length := _rows_late_beyond_chance(late, gate):
                 symptom = _own_work_symptom(
                     state, timeline.ranks, rows, index, step_ms, length, uneven=uneven, varying=True
                 )
@@ -106,8 +107,8 @@ def _own_work_symptom(
 ) -> Symptom:
     """Return the symptom of a rank with longer work of its own than the other ranks in the last ``length`` rows.
 
-    ``base`` is the duration of a step without stragglers, with its waits for a core, ms. ``uneven``: ranks are known to be late in turns.
-    ``varying``: it is late in more of the rows than by chance, however unlike from row to row.
+    ``base`` is the duration of a step without stragglers, with its waits for a core, ms. ``uneven``: ranks are known
+    to be late in turns. ``varying``: it is late in more of the rows than by chance, however unlike from row to row.
     """
     rank, window = ranks[index], rows[-length:]
     late = [row.own_excess[index] for row in rows]
@@ -132,7 +133,7 @@ def _own_work_symptom(
     windows = limit.SUSTAINED_WINDOWS if uneven or late_ms < limit.ONE_WINDOW_SHARE * step_ms else 0
     if cause.name == "unattributed":
         on_gpu = (state.ranks[rank].device or "").startswith("cuda")
-        windows = max(windows, limit.UNEXPLAINED_WINDOWS if on_gpu else _unexplained_windows(window))
+        windows = max(windows, limit.UNEXPLAINED_WINDOWS if on_gpu else _unexplained_windows(rows[-WINDOW_ROWS:]))
     lasting = len(blocks) >= windows and all(block >= gate for block in blocks[len(blocks) - windows :])
     evidence = {
         "noise_ms": noise,
@@ -163,6 +164,8 @@ def _rows_late_beyond_chance(late: Sequence[float], gate: float) -> int:
     passing, on_time = 0, 0
     for count, value in enumerate(islice(reversed(late), limit.SUSTAINED_WINDOWS * WINDOW_ROWS), 1):
         on_time += value < gate
+        if count == WINDOW_ROWS and on_time > (1.0 - limit.MIN_AGREEING_SHARE) * WINDOW_ROWS:
+            return 0  # it was late, and is so no more
         if count >= limit.MIN_STRAGGLER_ROWS:
             as_often = sum(math.comb(count, fewer) for fewer in range(on_time + 1))
             if as_often <= limit.CHANCE * 2**count:
@@ -280,7 +283,7 @@ def _noise(late: Sequence[float], straggling: Sequence[bool]) -> float:
 
 
 def _noise_in_bursts(late: Sequence[float], straggling: Sequence[bool]) -> float:
-    """Return the lateness over a window that noise has reached before, ms; 0 while there are too few earlier windows."""
+    """Return the lateness over a window that noise has reached before, ms; 0 with too few earlier windows."""
     earlier = [value for value, known in zip(late[:-WINDOW_ROWS], straggling[:-WINDOW_ROWS], strict=True) if not known]
     blocks = _window_medians(earlier)
     return limit.BLOCK_SIGMAS * spread(blocks) if len(blocks) >= limit.MIN_NOISE_BLOCKS else 0.0

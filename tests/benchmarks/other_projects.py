@@ -1,6 +1,6 @@
-"""Scripts of other projects on CPU ranks: whether a rank that is late is named, with its phase, and no even run's rank.
+"""Scripts of other projects on CPU ranks: whether a late rank is named with its phase, and no rank of an even run.
 
-``python tests/benchmarks/other_projects.py FOLDER [--times N] [--even-steps N] [--only REGEX]`` prints a Markdown table.
+``python tests/benchmarks/other_projects.py FOLDER [--times N] [--even-steps N] [--only REGEX]`` prints a table.
 FOLDER holds the projects, as their repositories are checked out: ``examples`` (PyTorch), ``nanoGPT``, ``nanochat``.
 Nothing is fetched. ``accelerate``, ``torchvision`` and what nanochat imports must be installed beside gputrain.
 
@@ -243,6 +243,7 @@ PROJECTS = (
         "--sample-every=-1 --window-pattern=L",
         env={"TORCHDYNAMO_DISABLE": "1", "NANOCHAT_BASE_DIR": "{folder}/made"},
         edits={
+            "nanochat/optim.py": ((".get_future()", ""), ("ReduceOp.AVG", "ReduceOp.SUM")),  # gloo has neither
             "nanochat/common.py": (
                 ('if is_ddp_requested and device_type == "cuda":\n'
                  '        device = torch.device("cuda", ddp_local_rank)\n'
