@@ -21,19 +21,20 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from gputrain_tui.history.run_folders import list_runs
 from gputrain_tui.history.run_reader import RunReader
-from trainer.contract.record import AnyEvent, Finding, RunDir, Step
+from trainer.contract.record import Finding, RunDir, Step
+from trainer.host.ports import free_port
 
 HERE = Path(__file__).resolve().parent
 ONSET = 15
 """Forward passes of the late rank before the first that is late: as many steps are even."""
 SOON = 20
-"""Steps after which it must have been named."""
+"""Steps after which it must have been named, of late ones."""
 STEPS = 36
 LATE_RANK = 1
 LATE_MS = 200.0
@@ -124,6 +125,9 @@ class Project:
     env: Mapping[str, str] = field(default_factory=dict)
     late_ms: tuple[float, float] = (LATE_MS, LATE_MS)
     """Least and most of each step."""
+    onset: int = ONSET
+    soon: int = SOON
+    steps: int = STEPS
 
 
 CPU_TORCH = (("return has_gpu and gpu_count >= min_gpus", "return True"),)
@@ -145,6 +149,14 @@ TUTORIAL = Project(
 )
 PROJECTS = (
     TUTORIAL,
+    replace(
+        TUTORIAL,
+        name="ddp-tutorial, late by 0 to 400 ms from the start",
+        late_ms=(0.0, 400.0),
+        onset=0,
+        soon=53,
+        steps=80,
+    ),
     Project(
         name="tensor parallel example",
         folder="examples/distributed/tensor_parallelism",
@@ -283,7 +295,7 @@ def run(project: Project, projects: Path, steps: int, late: str, kept: Path) -> 
     else:
         copy.mkdir()
         shutil.copy(source / project.script, copy)
-    values = {"steps": steps, "folder": copy, "port": _free_port()}
+    values = {"steps": steps, "folder": copy, "port": free_port()}
     for name, edits in project.edits.items():
         text = (copy / name).read_text()
         for old, new in edits:
@@ -317,19 +329,21 @@ def read(made: RunDir, project: Project, late: str, code: int) -> Trial:
     reader = RunReader(made)
     while batch := reader.poll():
         all_steps += [event for event in batch if isinstance(event, Step)]
-        findings += [event for event in batch if _is_straggler(event)]
+        found = (event for event in batch if isinstance(event, Finding))
+        findings += [event for event in found if event.kind == "straggler" and event.state == "raised"]
     reader.close()
     losses: list[float] = []
     for step in all_steps:
         if step.rank == 0:
-            losses += step.losses or [math.nan if step.loss is None else step.loss] * step.steps
+            each = step.losses if step.losses is not None else [step.loss] * step.steps
+            losses += [math.nan if loss is None else loss for loss in each]
     log = made.rank_log(0)
     compared = project.printed(log.read_text(), losses) if project.printed is not None and log.exists() else None
     right = [finding for finding in findings if late and finding.rank == LATE_RANK]
     named, cause = math.inf, ""
     if right:
         done = max((step.step for step in all_steps if step.time <= right[0].time), default=0)
-        named, cause = done - ONSET, str(right[-1].cause)
+        named, cause = done - project.onset, str(right[-1].cause)
     return Trial(
         code=code,
         losses=compared,
@@ -341,10 +355,6 @@ def read(made: RunDir, project: Project, late: str, code: int) -> Trial:
     )
 
 
-def _is_straggler(event: AnyEvent) -> bool:
-    return isinstance(event, Finding) and event.kind == "straggler" and event.state == "raised"
-
-
 def _recipe(project: Project, words: Sequence[str], env: Mapping[str, str]) -> str:
     quoted = ", ".join(f"'{word}'" for word in words)
     lines = ['name = "other"', "[[cluster.nodes]]", f"cpu_ranks = {project.ranks}"]
@@ -354,15 +364,9 @@ def _recipe(project: Project, words: Sequence[str], env: Mapping[str, str]) -> s
     return "\n".join(lines) + "\n"
 
 
-def _free_port() -> int:
-    from trainer.host.ports import free_port
-
-    return free_port()
-
-
 def row(project: Project, trials: Sequence[Trial], even: Sequence[Trial]) -> str:
     """Return the project's row of the table."""
-    soon = [trial for trial in trials if trial.named <= SOON]
+    soon = [trial for trial in trials if trial.named <= project.soon]
     at = [trial.named for trial in trials if trial.named < math.inf]
     right = sum(trial.cause == "forward" for trial in trials)
     compared = [trial.losses for trial in [*trials, *even] if trial.losses is not None]
@@ -371,7 +375,7 @@ def row(project: Project, trials: Sequence[Trial], even: Sequence[Trial]) -> str
         project.name,
         str(project.ranks),
         str(len(trials)),
-        f"{len(soon)} of {len(trials)}",
+        f"{len(soon)} of {len(trials)}" + f" (within {project.soon})" * (project.soon != SOON),
         f"{statistics.median(at):.0f}, {max(at):.0f}" if at else "–",
         f"{right} of {len(trials)}",
         f"{sum(len(trial.wrong) for trial in trials)} of {len(trials)}",
@@ -386,7 +390,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="holds the projects")
     parser.add_argument("--times", type=int, default=10, help="runs with a late rank")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps of these")
     parser.add_argument("--even-runs", type=int, default=1)
     parser.add_argument("--even-steps", type=int, default=1000, help="steps of a run in which no rank is late")
     parser.add_argument("--only", default="", help="projects whose name matches this regular expression")
@@ -402,10 +405,11 @@ def main() -> None:
     for project in PROJECTS:
         if not re.search(arguments.only, project.name):
             continue
-        late = ":".join(map(str, (LATE_RANK, ONSET, *project.late_ms)))
-        trials, even = [], []
+        late = ":".join(map(str, (LATE_RANK, project.onset, *project.late_ms)))
+        trials: list[Trial] = []
+        even: list[Trial] = []
         for times, steps, fault, into in (
-            (arguments.times, arguments.steps, late, trials),
+            (arguments.times, project.steps, late, trials),
             (arguments.even_runs, arguments.even_steps, "", even),
         ):
             for _ in range(times):
