@@ -68,7 +68,7 @@ def stragglers(
             symptom = _own_work_symptom(state, timeline.ranks, rows, index, step_ms, WINDOW_ROWS, uneven=uneven)
         gate = limit.STRAGGLER_SHARE * (step_ms + max(owns[index], 0.0))
         certain = symptom is not None and symptom.confirmed and symptom.value >= symptom.threshold
-        if known and not certain:
+        if known and not certain and owns[index] >= gate:
             late = [row.own_excess[index] for row in rows]
             if length := _rows_late_beyond_chance(late, gate):
                 symptom = _own_work_symptom(

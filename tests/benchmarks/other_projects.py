@@ -100,7 +100,7 @@ def smoothed(log: str, losses: Sequence[float]) -> tuple[int, int]:
     """Compare the moving averages that nanochat prints."""
     total, expected = 0.0, []
     for number, loss in enumerate(losses, 1):
-        total = 0.9 * total + 0.1 * loss
+        total = 0.9 * total + (1 - 0.9) * loss
         expected.append(f"{total / (1 - 0.9**number):.6f}")
     printed = re.findall(r"^step (\d+)/.* loss: (\S+) ", log, re.MULTILINE)
     return sum(expected[int(step)] == loss for step, loss in printed if int(step) < len(expected)), len(printed)

@@ -181,8 +181,10 @@ def _scaler_step(recording: Recording, original: Callable[..., Any]) -> Callable
 
 def _compile(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        recording.begin_compiling()
-        return original(*args, **kwargs)
+        compiled = original(*args, **kwargs)
+        if compiled is not (args[0] if args else kwargs.get("model")):  # as it is with TORCHDYNAMO_DISABLE=1
+            recording.begin_compiling()
+        return compiled
 
     return wrapper
 
