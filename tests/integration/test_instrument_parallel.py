@@ -234,6 +234,7 @@ def compiled_without_loader(rank: int, steps: int, *, disabled: bool = False) ->
     """A compiled model whose forward pass is long, over two batches a step, and a batch that is made after backward."""
     model = SlowNet()
     compiled = torch.compile(model, backend="eager", disable=disabled)
+    torch.compile(disable=disabled)(compute_for_long)  # as a decorator: never called
     optimizer = sgd(model)
     losses = []
     following = iter(batches(rank, 2 * steps + 1))

@@ -181,8 +181,9 @@ def _scaler_step(recording: Recording, original: Callable[..., Any]) -> Callable
 
 def _compile(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        compiled = original(*args, **kwargs)
-        if compiled is not (args[0] if args else kwargs.get("model")):  # as it is with TORCHDYNAMO_DISABLE=1
+        compiled, model = original(*args, **kwargs), args[0] if args else kwargs.get("model")
+        # Without one it is a decorator, which calls torch.compile; with TORCHDYNAMO_DISABLE=1 the model stays as it is.
+        if model is not None and compiled is not model:
             recording.begin_compiling()
         return compiled
 
