@@ -93,7 +93,12 @@ def by_step(pattern: str, form: str, log: str, losses: Sequence[float], *, first
     """
     printed = [(int(number) - first, loss) for number, loss in re.findall(pattern, log)]
     known = [(step, loss) for step, loss in printed if 0 <= step < len(losses)]
-    return sum(format(losses[step], form) == loss for step, loss in known), len(known)
+    return sum(_is_equal(losses[step], form, loss) for step, loss in known), len(known)
+
+
+def _is_equal(loss: float, form: str, printed: str) -> bool:
+    """Whether a script has printed a recorded loss: single ones of an event of several steps have seven digits."""
+    return format(loss, form) == printed or math.isclose(loss, float(printed), rel_tol=6e-7)
 
 
 def smoothed(log: str, losses: Sequence[float]) -> tuple[int, int]:
