@@ -49,7 +49,7 @@ def stragglers(
     if broadcast is not None:
         rows = [row.without_broadcast_wait(broadcast.leader, broadcast.followers) for row in rows]
     window = rows[-WINDOW_ROWS:]
-    step_ms = base_ms(window)
+    step_ms = base_ms(window) + median([row.core_wait_ms for row in window])  # what a lateness is a share of
     owns = _own_excess(window)
     short = _short_window(rows)
     short_owns = _own_excess(rows[-short:])
@@ -66,6 +66,14 @@ def stragglers(
                 symptom = None
         if symptom is None and known and owns[index] >= limit.STRAGGLER_SHARE / 2 * (step_ms + max(owns[index], 0.0)):
             symptom = _own_work_symptom(state, timeline.ranks, rows, index, step_ms, WINDOW_ROWS, uneven=uneven)
+        gate = limit.STRAGGLER_SHARE * (step_ms + max(owns[index], 0.0))
+        certain = symptom is not None and symptom.confirmed and symptom.value >= symptom.threshold
+        if known and not certain and owns[index] >= gate:
+            late = [row.own_excess[index] for row in rows]
+            if length := _rows_late_beyond_chance(late, gate):
+                symptom = _own_work_symptom(
+                    state, timeline.ranks, rows, index, step_ms, length, uneven=uneven, varying=True
+                )
         if symptom is not None and broadcast is not None and index == broadcast.leader:
             symptom = broadcast.explain(symptom, timeline.ranks)
         if waits is not None and (symptom is None or symptom.value < symptom.threshold):
@@ -95,10 +103,12 @@ def _own_work_symptom(
     length: int,
     *,
     uneven: bool = False,
+    varying: bool = False,
 ) -> Symptom:
     """Return the symptom of a rank with longer work of its own than the other ranks in the last ``length`` rows.
 
-    ``base`` is the duration of a step without stragglers, ms. ``uneven``: ranks are known to be late in turns.
+    ``base`` is the duration of a step without stragglers, with its waits for a core, ms. ``uneven``: ranks are known
+    to be late in turns. ``varying``: it is late in more of the rows than by chance, however unlike from row to row.
     """
     rank, window = ranks[index], rows[-length:]
     late = [row.own_excess[index] for row in rows]
@@ -108,7 +118,7 @@ def _own_work_symptom(
     gate = limit.STRAGGLER_SHARE * step_ms
     blocks = _window_medians(late)
     straggling = [row.straggling for row in rows]
-    noise = _noise(late, straggling)
+    noise = _noise_in_bursts(late, straggling) if varying else _noise(late, straggling)
     agreeing = [row for row, value in zip(window, recent, strict=True) if value >= late_ms / 2]
     agreed_ms = median([row.own_excess[index] for row in agreeing])  # over the same steps as ``phases``
     phases = {phase: median([row.excess(phase, index) for row in agreeing]) for phase in (*PHASES, "gc")}
@@ -123,14 +133,14 @@ def _own_work_symptom(
     windows = limit.SUSTAINED_WINDOWS if uneven or late_ms < limit.ONE_WINDOW_SHARE * step_ms else 0
     if cause.name == "unattributed":
         on_gpu = (state.ranks[rank].device or "").startswith("cuda")
-        windows = max(windows, limit.UNEXPLAINED_WINDOWS if on_gpu else _unexplained_windows(window))
+        windows = max(windows, limit.UNEXPLAINED_WINDOWS if on_gpu else _unexplained_windows(rows[-WINDOW_ROWS:]))
     lasting = len(blocks) >= windows and all(block >= gate for block in blocks[len(blocks) - windows :])
     evidence = {
         "noise_ms": noise,
         "late_ms": median([row.late_ms(index) for row in agreeing]),
         **{f"{phase}_excess_ms": value for phase, value in phases.items() if abs(value) >= 0.05 * late_ms},
     }
-    confirmed = lasting and len(agreeing) >= limit.MIN_AGREEING_SHARE * len(recent)
+    confirmed = lasting and (varying or len(agreeing) >= limit.MIN_AGREEING_SHARE * len(recent))
     symptom = _symptom(
         rank,
         late_ms,
@@ -144,6 +154,23 @@ def _own_work_symptom(
         script=state.plan is None,
     )
     return _with_waiting(symptom, state.ranks[rank].groups, agreeing, index, ranks)
+
+
+def _rows_late_beyond_chance(late: Sequence[float], gate: float) -> int:
+    """Return the most last rows of which a rank is late in more than by chance, 0 if there are none: the sign test.
+
+    An even rank is later than the median of the others in half of the rows, and by more than ``gate`` (ms) in fewer.
+    """
+    passing, on_time = 0, 0
+    for count, value in enumerate(islice(reversed(late), limit.SUSTAINED_WINDOWS * WINDOW_ROWS), 1):
+        on_time += value < gate
+        if count == WINDOW_ROWS and on_time > (1.0 - limit.MIN_AGREEING_SHARE) * WINDOW_ROWS:
+            return 0  # it was late, and is so no more
+        if count >= limit.MIN_STRAGGLER_ROWS:
+            as_often = sum(math.comb(count, fewer) for fewer in range(on_time + 1))
+            if as_often <= limit.CHANCE * 2**count:
+                passing = count
+    return passing
 
 
 def _with_waiting(
@@ -223,7 +250,7 @@ def _symptom(
     whole_ms: float,
     script: bool = False,
 ) -> Symptom:
-    """Return the symptom; ``step_ms`` is a step without waits for a core, ``whole_ms`` one with them."""
+    """Return the symptom; ``step_ms`` is a usual step with this lateness, ``whole_ms`` the one by the clock."""
     share = late_ms / step_ms
     of_whole = min(late_ms / whole_ms, 1.0) if whole_ms > 0 else share
     return Symptom(
@@ -252,10 +279,14 @@ def _noise(late: Sequence[float], straggling: Sequence[bool]) -> float:
     """Return the lateness over a window that noise may reach, ms; rows with a known straggler do not count for it."""
     mean_to_median = 1.2533  # of their standard errors
     step_to_step = limit.NOISE_SIGMAS * mean_to_median * jitter(late) / math.sqrt(WINDOW_ROWS)
+    return max(step_to_step, _noise_in_bursts(late, straggling))
+
+
+def _noise_in_bursts(late: Sequence[float], straggling: Sequence[bool]) -> float:
+    """Return the lateness over a window that noise has reached before, ms; 0 with too few earlier windows."""
     earlier = [value for value, known in zip(late[:-WINDOW_ROWS], straggling[:-WINDOW_ROWS], strict=True) if not known]
     blocks = _window_medians(earlier)
-    in_bursts = limit.BLOCK_SIGMAS * spread(blocks) if len(blocks) >= limit.MIN_NOISE_BLOCKS else 0.0
-    return max(step_to_step, in_bursts)
+    return limit.BLOCK_SIGMAS * spread(blocks) if len(blocks) >= limit.MIN_NOISE_BLOCKS else 0.0
 
 
 def _window_medians(values: Sequence[float]) -> list[float]:

@@ -66,6 +66,9 @@ BLOCK_SIGMAS = threshold(4.0, "deviations", "a_small_lateness_counts_against_the
 """Threshold in standard deviations of the medians of earlier windows, which include noise in bursts."""
 MIN_NOISE_BLOCKS = threshold(4, "blocks", "a_part_that_stands_out_of_its_noise_is_found_where_other_parts_are_noisier")
 """Earlier windows needed to estimate that deviation."""
+CHANCE = threshold(1e-6, "share", "the_steps_in_which_a_rank_is_late_are_too_many_for_chance")
+"""Probability with which an even rank may be late in as many of the last rows. One that is late by varying amounts
+exceeds no noise of a window, but is late in nearly every row."""
 GROWN_RATIO = threshold(1.5, "ratio", "a_straggler_that_becomes_much_slower_is_raised_anew_with_its_new_lateness")
 """Lateness over that of the raised finding from which it is raised anew: its first rows may be the least slow."""
 CORE_WAIT_ROWS = threshold(8 * WINDOW_ROWS, "rows", "a_rank_that_shares_its_core_is_found_to_wait_for_it")

@@ -230,10 +230,11 @@ def fetching_before_the_step(rank: int, steps: int) -> tuple[nn.Module, list[flo
     return model, losses
 
 
-def compiled_without_loader(rank: int, steps: int) -> tuple[nn.Module, list[float]]:
+def compiled_without_loader(rank: int, steps: int, *, disabled: bool = False) -> tuple[nn.Module, list[float]]:
     """A compiled model whose forward pass is long, over two batches a step, and a batch that is made after backward."""
     model = SlowNet()
-    compiled = torch.compile(model, backend="eager")
+    compiled = torch.compile(model, backend="eager", disable=disabled)
+    torch.compile(disable=disabled)(compute_for_long)  # as a decorator: never called
     optimizer = sgd(model)
     losses = []
     following = iter(batches(rank, 2 * steps + 1))
@@ -248,6 +249,11 @@ def compiled_without_loader(rank: int, steps: int) -> tuple[nn.Module, list[floa
         optimizer.step()
         optimizer.zero_grad()
     return model, losses
+
+
+def compiler_is_off(rank: int, steps: int) -> tuple[nn.Module, list[float]]:
+    """As with TORCHDYNAMO_DISABLE=1: the module that is to be compiled is the model itself."""
+    return compiled_without_loader(rank, steps, disabled=True)
 
 
 def two_models_without_loader(rank: int, steps: int) -> tuple[nn.Module, list[float]]:
@@ -313,6 +319,7 @@ LOOPS: dict[Loop, tuple[set[str], tuple[int | None, int | None]]] = {
     without_loader_and_wrapper: ({"data_ms", "sync_exposed_ms"}, (2 * BATCH, 2 * BATCH)),
     fetching_before_the_step: ({"data_ms", "sync_exposed_ms"}, (BATCH, BATCH)),
     compiled_without_loader: ({"data_ms", "sync_exposed_ms"}, (None, None)),
+    compiler_is_off: ({"data_ms", "sync_exposed_ms"}, (2 * BATCH, 2 * BATCH)),
     two_models_without_loader: ({"data_ms", "sync_exposed_ms"}, (None, None)),
 }
 """Loops, with the durations that cannot be known of them, and the samples of each rank in a step."""
@@ -344,5 +351,5 @@ def test_phases_loss_and_samples_of_a_loop_are_on_record_and_its_results_are_its
         if loop in (without_loader, without_loader_and_wrapper, fetching_before_the_step):
             # That is the script's own code, wherever it is in the step.
             assert (_mean(events, "other_ms") or 0.0) >= OWN_CODE_MS
-        if loop is compiled_without_loader:
+        if loop in (compiled_without_loader, compiler_is_off):
             assert (_mean(events, "forward_ms") or 0.0) >= OWN_CODE_MS

@@ -181,8 +181,11 @@ def _scaler_step(recording: Recording, original: Callable[..., Any]) -> Callable
 
 def _compile(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        recording.begin_compiling()
-        return original(*args, **kwargs)
+        compiled, model = original(*args, **kwargs), args[0] if args else kwargs.get("model")
+        # Without one it is a decorator, which calls torch.compile; with TORCHDYNAMO_DISABLE=1 the model stays as it is.
+        if model is not None and compiled is not model:
+            recording.begin_compiling()
+        return compiled
 
     return wrapper
 
