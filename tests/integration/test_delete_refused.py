@@ -18,7 +18,7 @@ def test_hosts_that_do_not_answer_delay_the_deletion_of_a_run_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUTRAIN_SSH", "sh -c 'exec sleep 60'")
-    monkeypatch.setattr(delete, "REMOTE_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(delete, "ANSWER_S", LIMIT_S)
     run = make_run(tmp_path / "runs", world_size=4)
     for node in range(HOSTS):
         attempt = f"{node}.1.0123456789abcdef"
