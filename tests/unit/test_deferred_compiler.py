@@ -49,6 +49,10 @@ assert torch._dynamo.config.optimize_ddp is True
 from torch._dynamo import config, utils
 assert config.optimize_ddp is True and utils.get_optimize_ddp_mode() == "ddp_optimizer" and utils.counters == {}
 """,
+    "its settings, to change one": """
+torch._dynamo.config.suppress_errors = True
+assert sys.modules["torch._dynamo.config"].suppress_errors is True
+""",
     "another attribute of a module that DDP asks": """
 assert torch._dynamo.utils.counters == {}
 """,
@@ -73,10 +77,10 @@ OTHERS = {
     + """
 import threading
 got = []
-threads = [threading.Thread(target=lambda: got.append(torch._dynamo.config)) for _ in range(8)]
+threads = [threading.Thread(target=lambda: got.append(torch._dynamo.eval_frame)) for _ in range(8)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
-assert len(got) == 8 and all(each is sys.modules["torch._dynamo.config"] for each in got)
+assert len(got) == 8 and all(each is sys.modules["torch._dynamo.eval_frame"] for each in got)
 """,
     "a compiler that is there already stays": """
 import sys

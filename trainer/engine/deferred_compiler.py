@@ -11,6 +11,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -33,8 +34,11 @@ class _Compiler(ModuleType):
 
     def __init__(self) -> None:
         super().__init__(COMPILER)
-        self.utils = _Part(self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
+        mode = partial(str, "ddp_optimizer")
+        self.utils = _Part(self, "utils", get_optimize_ddp_mode=mode)
         """Asked by DDP's constructor; what it answers is the compiler's default."""
+        self.config = _Part(self, "config", _get_optimize_ddp_mode=mode)
+        """Asked by it in torch 2.6."""
         self.trace_rules = _Part(self, "trace_rules", clear_lru_cache=lambda: None)
         """Cleared by a new process group."""
         self._lock = threading.Lock()
@@ -80,3 +84,6 @@ class _Part:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(getattr(self._compiler.imported(), self._name), name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(getattr(self._compiler.imported(), self._name), name, value)
