@@ -43,7 +43,7 @@ def save_sharded(_rank: int, _world_size: int, folder: str, form: str) -> None:
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
     if importlib.util.find_spec("numpy") is None:  # by which torch turns the answers of the ranks to bytes
-        distributed_c10d._tensor_to_object = lambda tensor, size, group: pickle.loads(bytes(tensor[:size].tolist()))  # type: ignore[attr-defined]
+        distributed_c10d._tensor_to_object = lambda tensor, size, *_: pickle.loads(bytes(tensor[:size].tolist()))  # type: ignore[attr-defined]
     model = a_model()
     weights: dict[str, Any]
     moments: dict[str, Any]

@@ -18,7 +18,8 @@ TASKS = [target.partition(":")[0] for target in BUILT_IN.values()]
 # The server ends with the test run: it notices the end of this process.
 context = multiprocessing.get_context("forkserver")
 ENGINE = ["trainer.engine.worker", "trainer.checkpoint", "trainer.__main__"]
-context.set_forkserver_preload(["trainer.agent.preload_torch", *ENGINE, *TASKS])
+# The compiler too: what runs in these processes without the trainer's worker would import it in each.
+context.set_forkserver_preload(["trainer.agent.preload_torch", "trainer.agent.preload_compiler", *ENGINE, *TASKS])
 
 
 class ForkedTrainer:
