@@ -127,6 +127,7 @@ def test_each_rank_answers_or_says_why_not_and_the_run_is_unharmed(stacks: Stack
     assert "the script's own handler ran" not in logs
 
 
+@pytest.mark.timing  # a rank that gets no core for five seconds has not answered
 @played
 async def test_the_console_asks_all_ranks_shows_their_answers_as_they_come_and_stays_free(stacks: Stacks) -> None:
     app = console(stacks.run)
