@@ -202,8 +202,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         required=True,
         help="csv, jsonl: a line per rank and step; tensorboard: a folder of event files; chrome-trace: a timeline for "
         "Perfetto; archive: recipe, plan and record as one file for `gputrain attach`; safetensors, dcp: weights, as a "
-        "file or as a folder of "
-        "torch.distributed.checkpoint",
+        "file or as a folder of torch.distributed.checkpoint",
     )
     parser.add_argument(
         "-o",

@@ -11,9 +11,10 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
+
+import torch
 
 COMPILER = "torch._dynamo"
 KEPT = "__dynamo_disable"
@@ -22,11 +23,8 @@ KEPT = "__dynamo_disable"
 
 def defer_compiler() -> None:
     """Have ``import torch._dynamo`` give the stand-in, unless the compiler has been imported already."""
-    torch = importlib.import_module("torch")
     if COMPILER not in sys.modules:
-        stand_in = _Compiler()
-        sys.modules[COMPILER] = stand_in
-        torch.__dict__["_dynamo"] = stand_in
+        sys.modules[COMPILER] = vars(torch)["_dynamo"] = _Compiler()
 
 
 class _Compiler(ModuleType):
@@ -34,10 +32,9 @@ class _Compiler(ModuleType):
 
     def __init__(self) -> None:
         super().__init__(COMPILER)
-        mode = partial(str, "ddp_optimizer")
-        self.utils = _Part(self, "utils", get_optimize_ddp_mode=mode)
+        self.utils = _Part(self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
         """Asked by DDP's constructor; what it answers is the compiler's default."""
-        self.config = _Part(self, "config", _get_optimize_ddp_mode=mode)
+        self.config = _Part(self, "config", _get_optimize_ddp_mode=self.utils.get_optimize_ddp_mode)
         """Asked by it in torch 2.6."""
         self.trace_rules = _Part(self, "trace_rules", clear_lru_cache=lambda: None)
         """Cleared by a new process group."""
@@ -60,7 +57,7 @@ class _Compiler(ModuleType):
         with self._lock:
             if sys.modules.get(COMPILER) is self:
                 del sys.modules[COMPILER]
-                del sys.modules["torch"].__dict__["_dynamo"]
+                del vars(torch)["_dynamo"]
                 # From here on these functions are to be kept from the compiler.
                 for function in self._left_alone:
                     function.__dict__.pop(KEPT, None)
