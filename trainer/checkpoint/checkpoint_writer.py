@@ -196,9 +196,10 @@ class CheckpointWriter:
                 self._thread.start()
             self._changed.notify_all()
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the saves are on disk or have failed, or for ``timeout_s``."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._queue.jobs and not self._queue.busy)
+            self._changed.wait_for(lambda: not self._queue.jobs and not self._queue.busy, timeout_s)
 
     def close(self) -> list[NotSaved]:
         """Write the waiting saves, retry the failed ones once, and release the folder."""

@@ -93,6 +93,11 @@ class Saving:
                 self._writer.save({**entries, ENTRIES: kinds(entries)}, step=step, best=best, epoch=epoch)
         self._ctx.set_state("training")
 
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the checkpoints that were begun are on disk, but no longer than ``timeout_s``."""
+        if self._writer is not None:
+            self._writer.wait(timeout_s)
+
     def close(self) -> str:
         """Wait for pending checkpoints; return one line about one that was not written, else an empty string."""
         if self._writer is None:

@@ -132,9 +132,7 @@ class Loop:
             compilation=self._compilation,
             balance=self._balance,
         )
-        self._saving = Saving(
-            ctx, self.strategy, keep_last=options.keep_last, keep_last_epochs=options.keep_last_epochs
-        )
+        self.saving = Saving(ctx, self.strategy, keep_last=options.keep_last, keep_last_epochs=options.keep_last_epochs)
         self.state = TrainingState(
             options=options,
             ctx=ctx,
@@ -147,7 +145,7 @@ class Loop:
             task=task,
             data=self.data,
             validation=self._validation,
-            saving=self._saving,
+            saving=self.saving,
             balance=self._balance,
         )
         self.epoch = 1
@@ -316,7 +314,7 @@ class Loop:
             stop=ctx.stop_requested(),
             end=passed(options.stop_time, self._start_time),
             # A save has all ranks check their numbers, so a rank that found one that is not finite requests it.
-            save=self._finite.found_bad() or passed(options.save_every_minutes, self._saving.last_time),
+            save=self._finite.found_bad() or passed(options.save_every_minutes, self.saving.last_time),
             numbers=self._balance.numbers(),
         )
 
@@ -329,8 +327,8 @@ class Loop:
         self._metrics.after_step(self.updates, last=True)
         self.meter.close()
         self._save()
-        not_kept = self._saving.close()
-        saved = self._saving.path_of(self.updates)
+        not_kept = self.saving.close()
+        saved = self.saving.path_of(self.updates)
         self.ctx.print_line(describe_stop(self.updates, None if saved is None else str(saved), not_kept))
         return TrainingOutcome(
             updates=self.updates,
@@ -344,7 +342,7 @@ class Loop:
 
     def _end_of_epoch(self, epoch: int) -> None:
         saves = bool(self.options.save_every_epochs) and epoch % self.options.save_every_epochs == 0
-        ended = epoch if saves and self._saving.keeps_epochs else None
+        ended = epoch if saves and self.saving.keeps_epochs else None
         if self.options.valid_every_epochs and epoch % self.options.valid_every_epochs == 0:
             self._validate(ended=ended)
         if not self._stopped and saves:
@@ -369,7 +367,7 @@ class Loop:
             self._stopped = True
             return
         self.ctx.stopping()  # a stop requested from here on waits for the disk
-        if not_kept := self._saving.close():
+        if not_kept := self.saving.close():
             raise NotKeptError(f"trained, but {not_kept}")
         if difference := self._desync.unresolved:
             raise TrainingError(f"trained, but {difference}")
@@ -390,7 +388,7 @@ class Loop:
             self._stopped = True
         else:
             self.state.validated_at = self.updates
-            if is_best and self._saving.enabled:
+            if is_best and self.saving.enabled:
                 self._save(best=True, ended=ended)
         self.ctx.set_state("training")
         self.meter.start()
@@ -403,14 +401,14 @@ class Loop:
         ``ended`` is the epoch that ended here, if its checkpoint is kept as such.
         """
         if self._validation.model_has_best or (
-            self._saving.last_update == self.updates and not best and ended in (None, self._saving.last_epoch)
+            self.saving.last_update == self.updates and not best and ended in (None, self.saving.last_epoch)
         ):
             return
         self.meter.pause()
         self._sync_model()
-        if self._saving.enabled:
+        if self.saving.enabled:
             with self.average.in_place():
-                self._saving.save(self.state.state_dict, step=self.updates, best=best, epoch=ended)
+                self.saving.save(self.state.state_dict, step=self.updates, best=best, epoch=ended)
         self.meter.start()
 
     def _sync_model(self) -> None:

@@ -63,8 +63,10 @@ def run_rank(assignment: RankAssignment) -> int:
     """
     run_dir = RunDir(assignment.run_dir) if assignment.run_dir is not None else None
     writer = EventWriter(run_dir.rank_events(assignment.rank) if run_dir else None, rank=assignment.rank)
+    rank = _Rank(assignment, run_dir, writer)
     end_signal.write_before_end(writer.write_now)
-    return _Rank(assignment, run_dir, writer).run()
+    end_signal.write_before_end(rank.finish_checkpoints)
+    return rank.run()
 
 
 class _Rank:
@@ -74,6 +76,7 @@ class _Rank:
         self.writer = writer
         self._state: RankStateName = "spawned"
         self.step: Callable[[], int | None] = lambda: None
+        self._wait_for_checkpoints: Callable[[float], None] = lambda _timeout_s: None
         self._printer = LinePrinter(assignment.terminal)
         self._print_line = self._printer.print_line
 
@@ -170,6 +173,7 @@ class _Rank:
             return evaluate_checkpoint(task, options, ctx, start)
         loop = Loop(task, options, ctx)
         self.step = lambda: loop.updates
+        self._wait_for_checkpoints = loop.saving.wait
         self._warm_start(loop, options, start)
         self._resume(loop, options, start)
         del start  # rank 0 holds the whole checkpoint in it
@@ -322,7 +326,13 @@ class _Rank:
         self.writer.write(failure)
         self.writer.flush()
         self.assignment.failed(failure, not_recorded=self.writer.write_error)
+        self.finish_checkpoints()
         self.writer.close()
+
+    def finish_checkpoints(self) -> None:
+        """Give checkpoints that are being written a second to be complete: a restart continues from them."""
+        self._wait_for_checkpoints(1.0)
+        self.writer.write_now()
 
     def _failure(self, error: Exception) -> Failure:
         kind = _kind(error)
