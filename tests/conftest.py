@@ -14,6 +14,8 @@ from cores import lacked_s
 
 HELD_UP_S = 0.05
 """Seconds of waiting for a core that may alone have made a ``timing`` test fail."""
+LABS = frozenset({"end_to_end", "faults", "cluster"})
+"""Folders of tests that start whole runs, many at a time: each of their tests depends on time."""
 LACKED = pytest.StashKey[float]()
 """Value of ``lacked_s`` at the start of the test."""
 
@@ -55,11 +57,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark slow examples, and rerun failed ``timing`` tests that had to wait for a core."""
+    """Mark slow examples, and rerun failed tests that had to wait for a core: a ``timing`` one twice, of labs once."""
     for item in items:
         examples.mark_long(item)
-        if item.get_closest_marker("timing"):
-            item.add_marker(pytest.mark.flaky(reruns=2, condition=functools.partial(_was_held_up, item)))
+        reruns = 2 if item.get_closest_marker("timing") else int(item.path.parent.name in LABS)
+        if reruns:
+            item.add_marker(pytest.mark.flaky(reruns=reruns, condition=functools.partial(_was_held_up, item)))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,6 +1,7 @@
 """Scripts of other projects on CPU ranks: whether a late rank is named with its phase, and no rank of an even run.
 
-``python tests/benchmarks/other_projects.py FOLDER [--times N] [--even-steps N] [--only REGEX]`` prints a table.
+``python tests/benchmarks/other_projects.py FOLDER [--times N] [--even-steps N] [--only REGEX]`` prints a table;
+with ``--bits N`` another one: whether the parameters of N steps are equal bit for bit without gputrain (torchrun).
 FOLDER holds the projects, as their repositories are checked out: ``examples`` (PyTorch), ``nanoGPT``, ``nanochat``.
 Nothing is fetched. ``accelerate``, ``torchvision`` and what nanochat imports must be installed beside gputrain.
 
@@ -41,8 +42,9 @@ LATE_MS = 200.0
 LIMIT_S = 900.0
 """No run is waited for longer."""
 SITE = '''
-"""Makes a rank late: LATE is its rank, the passes before, and the least and the most milliseconds."""
-import os, random, sys, time
+"""Makes a rank late (LATE: its rank, the passes before, the least and the most milliseconds), or writes a checksum of
+the parameters before each step into a file of BITS for each rank."""
+import hashlib, os, random, sys, time
 
 class Late:
     def __init__(self, rank, onset, least_ms, most_ms):
@@ -77,8 +79,26 @@ class Late:
         import torch.distributed as dist
         return dist.is_initialized() and dist.get_rank() == int(self.rank)
 
+class Bits(Late):
+    def __init__(self, folder):
+        super().__init__(-1, 0, 0, 0)
+        self.folder = folder
+
+    def before(self, module, args):
+        super().before(module, args)
+        if self.depth == 1 and self.begins:
+            import torch.distributed as dist
+            checksum = hashlib.sha256()
+            for parameter in module.parameters():
+                local = getattr(parameter, "_local_tensor", parameter)  # of a DTensor
+                checksum.update(local.detach().float().contiguous().numpy())
+            with open(f"{self.folder}/{dist.get_rank()}", "a") as file:
+                print(checksum.hexdigest(), file=file)
+
 if "LATE" in os.environ:
     sys.meta_path.insert(0, Late(*os.environ["LATE"].split(":")))
+if "BITS" in os.environ:
+    sys.meta_path.insert(0, Bits(os.environ["BITS"]))
 '''
 
 Edits = Sequence[tuple[str, str]]
@@ -291,8 +311,8 @@ class Trial:
     said: str = ""
 
 
-def run(project: Project, projects: Path, steps: int, late: str, kept: Path) -> Trial:
-    """Run a copy of a project once; ``late``: as the variable ``LATE``, empty for an even run."""
+def prepare(project: Project, projects: Path, steps: int, kept: Path) -> tuple[Path, dict[str, str]]:
+    """Copy a project into a folder with its recipe and ``sitecustomize``; return it and the environment of a run."""
     folder = Path(tempfile.mkdtemp(prefix=f"{re.sub('[^A-Za-z0-9]+', '-', project.name)}-", dir=kept))
     source = projects / project.folder if project.folder else HERE
     copy = folder / "project"
@@ -308,24 +328,63 @@ def run(project: Project, projects: Path, steps: int, late: str, kept: Path) -> 
             assert old in text, f"{project.name}: {name} has no {old!r}"
             text = text.replace(old, new.replace("{steps}", str(steps)))
         (copy / name).write_text(text)
-    env = {key: value.format(**values) for key, value in project.env.items()}
-    (copy / "recipe.toml").write_text(_recipe(project, project.args.format(**values).split(), env))
+    env = {key: value.format(**values) for key, value in project.env.items()} | {"OMP_NUM_THREADS": "1"}
+    args = project.args.format(**values).split()
+    (copy / "recipe.toml").write_text(_recipe(project, args, env))
+    (copy / "args").write_text("\n".join(args))
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(SITE)
-    done = subprocess.run(
-        [sys.executable, "-m", "gputrain_tui", "run", "recipe.toml"],
-        cwd=copy,
-        env=os.environ
-        | {"GPUTRAIN_HOME": str(folder / "home"), "PYTHONPATH": str(folder / "site"), "NO_COLOR": "1"}
-        | ({"LATE": late} if late else {}),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    (folder / "output").write_text(done.stdout + done.stderr)
+    return folder, os.environ | env | {
+        "GPUTRAIN_HOME": str(folder / "home"),
+        "PYTHONPATH": str(folder / "site"),
+        "NO_COLOR": "1",
+    }
+
+
+def call(command: Sequence[str], folder: Path, env: Mapping[str, str]) -> int:
+    """Run a command in the copy of a project, with its output in a file beside it; return its exit code."""
+    with (folder / "output").open("w") as output:
+        return subprocess.run(
+            [sys.executable, *command],
+            cwd=folder / "project",
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=LIMIT_S,
+        ).returncode
+
+
+GPUTRAIN = ("-m", "gputrain_tui", "run", "recipe.toml")
+
+
+def run(project: Project, projects: Path, steps: int, late: str, kept: Path) -> Trial:
+    """Run a copy of a project once; ``late``: as the variable ``LATE``, empty for an even run."""
+    folder, env = prepare(project, projects, steps, kept)
+    code = call(GPUTRAIN, folder, env | ({"LATE": late} if late else {}))
     made = list_runs(folder / "home" / "runs")[0].dir
-    return read(made, project, late, done.returncode)
+    return read(made, project, late, code)
+
+
+def bits(project: Project, projects: Path, steps: int, kept: Path) -> str:
+    """Run a project by torchrun, or by itself if it starts its ranks, and by gputrain; return the table's row."""
+    checksums: list[dict[str, list[str]]] = []
+    for measured in (False, True):
+        folder, env = prepare(project, projects, steps, kept)
+        (folder / "bits").mkdir()
+        script = [*["-m"] * project.module, project.script, *(folder / "project" / "args").read_text().split()]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={project.ranks}"]
+        command = GPUTRAIN if measured else script if project.starts_ranks else [*torchrun, *script]
+        code = call(command, folder, env | {"BITS": str(folder / "bits")})
+        assert code == 0, f"{project.name}: {code}: {folder}/output"
+        checksums.append({file.name: file.read_text().split() for file in (folder / "bits").iterdir()})
+    alone, measured_ones = checksums
+    assert len(alone) == project.ranks
+    assert alone.keys() == measured_ones.keys()
+    equal = sum(sums == measured_ones[rank] for rank, sums in alone.items())
+    compared = min(len(sums) for sums in alone.values())
+    different = len({sums[-1] for sums in alone.values()} | {sums[0] for sums in alone.values()})
+    return f"| {project.name} | {project.ranks} | {compared} | {equal} of {len(alone)} | {different} |"
 
 
 def read(made: RunDir, project: Project, late: str, code: int) -> Trial:
@@ -364,7 +423,7 @@ def read(made: RunDir, project: Project, late: str, code: int) -> Trial:
 def _recipe(project: Project, words: Sequence[str], env: Mapping[str, str]) -> str:
     quoted = ", ".join(f"'{word}'" for word in words)
     lines = ['name = "other"', "[[cluster.nodes]]", f"cpu_ranks = {project.ranks}"]
-    lines += ["[cluster.env]", 'OMP_NUM_THREADS = "1"', *(f'{key} = "{value}"' for key, value in env.items())]
+    lines += ["[cluster.env]", *(f'{key} = "{value}"' for key, value in env.items())]
     lines += ["[train]", f'script = "{project.script}"', f"args = [{quoted}]"]
     lines += ["module = true"] * project.module + ["starts_ranks = true"] * project.starts_ranks
     return "\n".join(lines) + "\n"
@@ -400,17 +459,23 @@ def main() -> None:
     parser.add_argument("--even-steps", type=int, default=1000, help="steps of a run in which no rank is late")
     parser.add_argument("--only", default="", help="projects whose name matches this regular expression")
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
+    parser.add_argument("--bits", type=int, default=0, help="compare the parameters of this many steps instead")
     arguments = parser.parse_args()
     kept = arguments.keep or Path(tempfile.mkdtemp(prefix="other-projects-"))
     kept.mkdir(exist_ok=True, parents=True)
+    chosen = [project for project in PROJECTS if re.search(arguments.only, project.name)]
+    if arguments.bits:
+        print("| project | ranks | steps | ranks with equal parameters at every step | different parameters |")
+        print("|---|---|---|---|---|", flush=True)
+        for project in chosen:
+            print(bits(project, arguments.folder, arguments.bits, kept), flush=True)
+        return
     print(
         f"| project | ranks | runs | slow rank named within {SOON} steps | at step (median, max) | phase right "
         "| other ranks named | false stragglers in even runs | printed losses equal | runs failed |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
-    for project in PROJECTS:
-        if not re.search(arguments.only, project.name):
-            continue
+    for project in chosen:
         late = ":".join(map(str, (LATE_RANK, project.onset, *project.late_ms)))
         trials: list[Trial] = []
         even: list[Trial] = []
