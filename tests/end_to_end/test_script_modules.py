@@ -66,11 +66,15 @@ GPUTRAIN = (sys.executable, "-P", "-m", "gputrain_tui")
 @pytest.mark.parametrize(
     ("launcher", "module"),
     [
-        (["torch.distributed.run", "--nproc-per-node", "2"], "pkg.inner.train"),
-        (["torch.distributed.launch", "--nproc-per-node", "2"], "pkg.inner"),
-        (["torch.distributed.launch", "--nproc-per-node", "2", "--use-env"], "pkg.inner.train"),
+        pytest.param(["torch.distributed.run", "--nproc-per-node", "2"], "pkg.inner.train", id="torchrun"),
+        pytest.param(["torch.distributed.launch", "--nproc-per-node", "2"], "pkg.inner", id="launch a package"),
+        pytest.param(
+            ["torch.distributed.launch", "--nproc-per-node", "2", "--use-env"],
+            "pkg.inner.train",
+            id="launch --use-env",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["torchrun", "launch a package", "launch --use-env"],
 )
 def test_a_module_sees_what_it_sees_under_torch_s_launcher(tmp_path: Path, launcher: list[str], module: str) -> None:
     write_package(tmp_path)

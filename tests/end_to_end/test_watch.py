@@ -78,7 +78,9 @@ def test_a_script_under_torchrun_is_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize("command", ["torchrun", "spawn", "trainer"])
+@pytest.mark.parametrize(
+    "command", ["torchrun", *(pytest.param(each, marks=pytest.mark.slow) for each in ("spawn", "trainer"))]
+)
 def test_a_script_beside_a_trainer_of_its_own_is_recorded(tmp_path: Path, command: str) -> None:
     script = Path(shutil.copy(SCRIPT, tmp_path))
     (tmp_path / "trainer.py").write_text("OWN = True\n")

@@ -163,7 +163,11 @@ def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_grace(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal_of(StopLevel.NOW))]
+    ("first", "second"),
+    [
+        (signal.SIGINT, signal.SIGINT),
+        pytest.param(signal.SIGTERM, signal_of(StopLevel.NOW), marks=pytest.mark.slow),
+    ],
 )
 def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, first: signal.Signals, second: signal.Signals) -> None:
     process = begin(tmp_path, "--max-updates", 1_000_000, "--stop-grace", 3600)
