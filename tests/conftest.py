@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         examples.mark_long(item)
         reruns = 2 if item.get_closest_marker("timing") else int(item.path.parent.name in LABS)
-        if reruns:
+        if reruns and not item.get_closest_marker("benchmark"):
             item.add_marker(pytest.mark.flaky(reruns=reruns, condition=functools.partial(_was_held_up, item)))
 
 
