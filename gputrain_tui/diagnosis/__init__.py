@@ -23,8 +23,9 @@ from gputrain_tui.diagnosis.health import NonFinite, desync, loss_spikes
 from gputrain_tui.diagnosis.imbalance import Imbalance
 from gputrain_tui.diagnosis.lost_hosts import lost_nodes
 from gputrain_tui.diagnosis.memory_growth import MemoryGrowth
+from gputrain_tui.diagnosis.rank_activity import RankActivity
 from gputrain_tui.diagnosis.row import StepRow
-from gputrain_tui.diagnosis.stall import RankActivity, stalls
+from gputrain_tui.diagnosis.stall import stalls
 from gputrain_tui.diagnosis.straggler import stragglers
 from gputrain_tui.diagnosis.symptom import Symptom
 from gputrain_tui.diagnosis.thresholds import CLEAR_SHARE, GROWN_RATIO, HISTORY, WINDOW_ROWS
@@ -56,6 +57,8 @@ class Diagnosis:
     """The findings of a run and their hysteresis."""
 
     def __init__(self) -> None:
+        self.stall_timeout_s: float | None = None
+        """``cluster.stall_timeout``, if it is fixed."""
         self._raised: dict[Key, tuple[Finding, float]] = {}
         """Raised findings, each with the value below which it is cleared."""
         self._timeline = Timeline()
@@ -160,7 +163,7 @@ class Diagnosis:
             "memory_creep": lambda: self._memory.symptoms(state),
             "outside_torch": lambda: outside_torch(state, self._timeline),
             "desync": lambda: [] if _ranks_reported_desync(state) else desync(state),
-            "stalled": lambda: stalls(state, self._activity, now),
+            "stalled": lambda: stalls(state, self._activity, now, timeout_s=self.stall_timeout_s),
         }
         if added is None:
             return checks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gputrain_tui.diagnosis import thresholds as limit
-from gputrain_tui.diagnosis.stall import RankActivity
+from gputrain_tui.diagnosis.rank_activity import RankActivity
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.rank_stacks import group_stacks
 from trainer.contract.record import Failure
@@ -45,7 +45,7 @@ def hang(
             kind="stalled",
             rank=view.rank,
             host=view.host,
-            step=view.step if view.last is not None else None,
+            step=None if view.awaits_first_step else view.step,
             message=f"{_where(state, view)}; the others waited {int(silence_s)} s for it",
         )
     return None
@@ -57,7 +57,7 @@ def _where(state: RunState, view: RankView) -> str:
     line = (group.line or group.problem) if group is not None else ""
     line = line or (view.doing.line if view.doing is not None else "")
     host = f" on {view.host}" if view.host else ""
-    after = f" after step {view.step}" if view.step else ""
+    after = f" after step {view.attempt_step}" if view.attempt_step else ""
     return f"rank {view.rank}{host} hangs{after}" + (f": {line}" if line else "")
 
 

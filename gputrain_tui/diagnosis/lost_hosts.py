@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gputrain_tui.diagnosis.stall import RankActivity
+from gputrain_tui.diagnosis.rank_activity import RankActivity
 from gputrain_tui.diagnosis.thresholds import LOST_TOGETHER_S
 from gputrain_tui.state import RunState
 

@@ -40,7 +40,7 @@ def lost_peer(state: RunState) -> Failure | None:
 
 
 def _failure(view: RankView, kind: str, message: str, time: float) -> Failure:
-    step = view.step if view.last is not None else None
+    step = None if view.awaits_first_step else view.step
     return Failure(time=time, kind=kind, rank=view.rank, host=view.host, step=step, message=message)
 
 
@@ -49,4 +49,4 @@ def _names(views: Sequence[RankView]) -> str:
 
 
 def _after(view: RankView) -> str:
-    return f" after step {view.step}" if view.last is not None else ""
+    return "" if view.awaits_first_step else f" after step {view.step}"

@@ -7,18 +7,16 @@ stalled if the others wait for it; the run is stalled if no rank makes progress.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 from msgspec.structs import replace
 
 from gputrain_tui.diagnosis import thresholds as limit
 from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.diagnosis.collective_waits import waiting_text, waits, with_mismatch
+from gputrain_tui.diagnosis.rank_activity import RankActivity, busy_or_idle
 from gputrain_tui.diagnosis.symptom import Symptom
 from gputrain_tui.state import RankView, RunState
-from gputrain_tui.state.standstill import RecordWatch
 
 PHASE_TEXT = {
     "data": "waiting for data",
@@ -48,54 +46,13 @@ STAGE_TEXT = {
 START_STAGES = ("spawned", "joining", "ready")
 LOCK_PREFIX = "futex"
 """Prefix of the kernel functions in which a thread waits for a lock."""
-Position = tuple[int, int, int]
 
 
-@dataclass
-class RankActivity:
-    """Times of each rank's last progress and activity, by this process's clock: the nodes' clocks may differ."""
+def stalls(state: RunState, activity: RankActivity, now: float, *, timeout_s: float | None = None) -> list[Symptom]:
+    """Return the stalled ranks, or the stall of the whole run; ``now`` is on the clock of ``activity``.
 
-    progress: dict[int, tuple[str, int, int]] = field(default_factory=dict)
-    """By rank, its stage, step and number of begins and ends of validations."""
-    progressed_at: dict[int, float] = field(default_factory=dict)
-    """By rank, when it last ended a step or entered another stage."""
-    active_at: dict[int, float] = field(default_factory=dict)
-    """By rank, when it last made progress or its process was active."""
-    longest_idle_s: float = 0.0
-    """Longest idle time of a process that became active again."""
-    record: RecordWatch = field(default_factory=RecordWatch)
-    _samples: dict[int, tuple[Any, object]] = field(default_factory=dict)
-    """By rank, its newest sample and that of its GPU."""
-
-    def update(self, state: RunState, now: float) -> None:
-        for rank, view in state.ranks.items():
-            progress = (view.stage, view.step, view.validation_turns)
-            before = self.progress.get(rank)
-            if before != progress:
-                self.progress[rank], self.progressed_at[rank] = progress, now
-            process, gpu = self._samples.get(rank, (None, None))
-            is_sampled = view.process is not process or view.gpu is not gpu
-            if before != progress or (is_sampled and (_is_active(view) or _log_grows(process, view))):
-                self.longest_idle_s = max(self.longest_idle_s, now - self.active_at.get(rank, now))
-                self.active_at[rank] = now
-            if is_sampled:
-                self._samples[rank] = view.process, view.gpu
-        self.record.note(state, now)
-
-    def silence_s(self, view: RankView, now: float, *, since: float) -> float:
-        """Return the time without progress of a rank, from ``since`` on, as far as its record is known to be whole.
-
-        On a full disk neither steps nor samples are recorded.
-        """
-        return max(0.0, self.record.whole_until(view.node, now) - max(self.progressed_at.get(view.rank, now), since))
-
-    def works(self, view: RankView, now: float) -> bool:
-        """Whether a rank has shown activity lately: its processes, its GPU or its log."""
-        return now - self.active_at.get(view.rank, now) < limit.WORKING_S
-
-
-def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]:
-    """Return the stalled ranks, or the stall of the whole run; ``now`` is on the clock of ``activity``."""
+    A rank that others wait for is stalled after ``timeout_s`` at the latest, if it has begun to train.
+    """
     running = [view for view in state.ranks.values() if view.state != "finished"]
     if not running or any(view.state in (None, "failed") for view in running):
         return []
@@ -104,12 +61,14 @@ def stalls(state: RunState, activity: RankActivity, now: float) -> list[Symptom]
     symptoms: list[Symptom] = []
     for ranks in state.synchronised():
         views = [view for rank, view in state.ranks.items() if rank in ranks]
-        found = _stalls_among(state, views, activity, now)
+        found = _stalls_among(state, views, activity, now, timeout_s)
         symptoms += with_mismatch(found, views, state.stacks) if found else []
     return symptoms
 
 
-def _stalls_among(state: RunState, views: Sequence[RankView], activity: RankActivity, now: float) -> list[Symptom]:
+def _stalls_among(
+    state: RunState, views: Sequence[RankView], activity: RankActivity, now: float, timeout_s: float | None
+) -> list[Symptom]:
     """Return the stalls of ranks that wait for each other."""
     running = [view for view in views if view.state != "finished"]
     if not running:
@@ -123,13 +82,13 @@ def _stalls_among(state: RunState, views: Sequence[RankView], activity: RankActi
         return []
     if any(view.stage == "compile" and activity.works(view, now) for view in running):
         return []  # a compilation may take longer than all steps, and the others wait for it
-    ahead = max(view.step for view in running)
+    ahead = max(view.attempt_step for view in running)
     finished = [view for view in views if view.state == "finished"]
     left_behind = _left_behind(views, activity)
     running = [view for view in running if view.rank not in left_behind]
     if finished:
         # Ranks that have done all steps end before those that still evaluate or save.
-        early = [view for view in finished if view.step < ahead and view.rank not in left_behind]
+        early = [view for view in finished if view.attempt_step < ahead and view.rank not in left_behind]
         threshold_s = _stall_threshold_s(state, running)
         if not ahead and not any(activity.works(view, now) for view in running):
             # Before any step, as where the process group is made.
@@ -142,10 +101,12 @@ def _stalls_among(state: RunState, views: Sequence[RankView], activity: RankActi
         symptoms = []
         for view in missing:
             threshold_s = _stall_threshold_s(state, [view]) or (
-                limit.NEW_STAGE_BUSY_S if _busy_or_idle(view) == "busy" else limit.NEW_STAGE_IDLE_S
+                limit.NEW_STAGE_BUSY_S if busy_or_idle(view) == "busy" else limit.NEW_STAGE_IDLE_S
             )
             if view.stage in (*START_STAGES, "first_step") and activity.works(view, now):
                 threshold_s = max(threshold_s, limit.NEW_STAGE_BUSY_S)  # imports and first steps differ between ranks
+            if timeout_s is not None and view.stage not in START_STAGES:
+                threshold_s = min(threshold_s, timeout_s)
             if silences[view.rank] >= threshold_s / 2:
                 alone = len(missing) == 1
                 symptom = _behind_symptom(view, silences[view.rank], threshold_s, ahead, alone=alone)
@@ -154,7 +115,7 @@ def _stalls_among(state: RunState, views: Sequence[RankView], activity: RankActi
     learnt_s = _stall_threshold_s(state, running)
     if learnt_s is None:
         return _idle_symptoms(running, activity, now, state.silence_ended_at)
-    busy = all(view.stage == "training" and _busy_or_idle(view) == "busy" for view in running)
+    busy = all(view.stage == "training" and busy_or_idle(view) == "busy" for view in running)
     threshold_s = max(learnt_s, limit.NEW_STAGE_BUSY_S if busy else limit.MIN_COMMON_STALL_S)
     if shortest_s < threshold_s / 2:
         return []
@@ -167,12 +128,12 @@ def _left_behind(views: Sequence[RankView], activity: RankActivity) -> set[int]:
     They have run out of data in DDP's ``join()``, or synchronise nothing.
     """
     ranks = [view for view in views if view.rank in activity.progressed_at]
-    first = max(ranks, key=lambda view: view.step, default=None)
+    first = max(ranks, key=lambda view: view.attempt_step, default=None)
     return {
         view.rank
         for view in ranks
         if first is not None
-        and first.step > view.step + 1  # ranks that synchronise each step lead by at most one
+        and first.attempt_step > view.attempt_step + 1  # ranks that synchronise each step lead by at most one
         and activity.progressed_at[first.rank] - activity.progressed_at[view.rank] >= limit.MIN_STALL_S
     }
 
@@ -203,10 +164,10 @@ def _not_waiting(behind: list[RankView]) -> list[RankView]:
     return [view for view in behind if not waits(view)] or behind
 
 
-def _position(view: RankView) -> Position:
+def _position(view: RankView) -> tuple[int, int, int]:
     """Return a rank's position: its stage before training, then its step, then validations since that step."""
     begun = START_STAGES.index(view.state) if view.state in START_STAGES else len(START_STAGES)
-    return begun, view.step, view.validation_turns
+    return begun, view.attempt_step, view.validation_turns
 
 
 def _progress(view: RankView) -> tuple[int, float]:
@@ -215,7 +176,7 @@ def _progress(view: RankView) -> tuple[int, float]:
     The event of a finished step may come later than a report about the next one.
     """
     if view.doing is None:
-        return view.step + 1, -1.0
+        return view.attempt_step + 1, -1.0
     return view.doing.step, float("inf") if view.doing.part == "group" else view.doing.parts_done
 
 
@@ -241,7 +202,7 @@ def _idle_symptoms(views: Sequence[RankView], activity: RankActivity, now: float
     """
     idle_s = {view.rank: now - max(activity.active_at.get(view.rank, now), since) for view in views}
     idle = [view for view in views if idle_s[view.rank] >= limit.NEW_STAGE_IDLE_S / 2]
-    sampled = all(_busy_or_idle(view) is not None for view in views)
+    sampled = all(busy_or_idle(view) is not None for view in views)
     threshold_s = max(
         limit.NEW_STAGE_IDLE_S if sampled and len(idle) == len(views) else limit.NEW_STAGE_BUSY_S,
         limit.STAY_MULTIPLE * activity.longest_idle_s,
@@ -261,8 +222,9 @@ def _whole_s(seconds: float) -> int:
 
 def _behind_symptom(view: RankView, silence_s: float, threshold_s: float, ahead: int, *, alone: bool) -> Symptom:
     where = f" on {view.host}" if view.host else ""
-    after = f", after step {view.step}" if view.step else ""
-    wait = f"wait at step {ahead}" if view.step < ahead else "wait for it" if alone else "wait for them"
+    step = view.attempt_step
+    after = f", after step {step}" if step else ""
+    wait = f"wait at step {ahead}" if step < ahead else "wait for it" if alone else "wait for them"
     message = (
         f"rank {view.rank}{where} {STAGE_TEXT[view.stage]} for more than {_whole_s(silence_s)} s{after}, "
         f"and the others {wait}{_position_text(view)}"
@@ -281,7 +243,7 @@ def _stopped_symptom(view: RankView, silence_s: float) -> Symptom:
 
 
 def _left_symptom(view: RankView, silence_s: float, threshold_s: float, ahead: int) -> Symptom:
-    after, at = (f"after step {view.step}", f", after step {ahead}") if ahead else ("before its first step", "")
+    after, at = (f"after step {view.attempt_step}", f", after step {ahead}") if ahead else ("before its first step", "")
     message = (
         f"rank {view.rank} has ended {after}, and the others have done no step for more than "
         f"{_whole_s(silence_s)} s{at}"
@@ -297,7 +259,7 @@ def _common_symptom(
 
     ``idle``: number of ranks whose processes have done nothing for so long, if that is why they are stalled.
     """
-    step = min(view.step for view in views)
+    step = min(view.attempt_step for view in views)
     after = f", after step {step}" if step else ""
     stage = views[0].stage
     if idle and not step and all(view.stage == "first_step" for view in views):
@@ -324,8 +286,8 @@ def _stall(view: RankView, silence_s: float, threshold_s: float, message: str, a
         value=silence_s,
         threshold=threshold_s,
         severity="critical",
-        cause=_phase(view) or _busy_or_idle(view),
-        step=view.step,
+        cause=_phase(view) or busy_or_idle(view),
+        step=view.attempt_step,
         line=view.doing.line if view.doing is not None else "",
         message=message,
         evidence=_evidence(view, silence_s),
@@ -347,7 +309,7 @@ def _outlier(views: Sequence[RankView]) -> RankView | None:
     """Return the only busy rank among idle ones, or the only idle one among busy ones; None if there is none."""
     kinds: dict[str | None, list[RankView]] = {}
     for view in views:
-        kinds.setdefault(_busy_or_idle(view), []).append(view)
+        kinds.setdefault(busy_or_idle(view), []).append(view)
     if len(kinds) != 2 or None in kinds:
         return None
     # On CPU ranks waiting for the others is idle; on a GPU the driver may wait actively.
@@ -361,42 +323,13 @@ def _phase(view: RankView) -> str | None:
     return view.doing.part if view.doing is not None else None
 
 
-def _busy_or_idle(view: RankView) -> str | None:
-    """Return ``busy`` or ``idle`` by the last sample of a rank's process and its descendants; None without one.
-
-    A runnable process without a core is busy; so is one whose descendants compute, however few cores are left to them.
-    """
-    process = view.process
-    if process is None or process.cpu_percent is None:
-        return None
-    used = process.cpu_percent + (process.wait_percent or 0.0) + (process.children_percent or 0.0)
-    return "busy" if used >= limit.BUSY_PERCENT or (process.children_percent or 0.0) >= limit.ACTIVE_PERCENT else "idle"
-
-
-def _log_grows(before: Any, view: RankView) -> bool:
-    earlier, later = getattr(before, "log_bytes", None), getattr(view.process, "log_bytes", None)
-    return earlier is not None and later is not None and later > earlier
-
-
 def _is_stopped(view: RankView) -> bool:
     return view.process is not None and view.process.held == "T"
 
 
-def _is_active(view: RankView) -> bool:
-    """Whether the last sample of a rank's process or GPU shows any activity."""
-    if _busy_or_idle(view) == "busy":
-        return True
-    # Waits for a core do not count: where cores are scarce, even a thread that only polls now and then has some.
-    process = view.process
-    used = 0.0 if process is None else (process.cpu_percent or 0.0) + (process.children_percent or 0.0)
-    if view.gpu is not None:
-        used = max(used, view.gpu.utilization_percent or 0.0)
-    return used >= limit.ACTIVE_PERCENT
-
-
 def _position_text(view: RankView) -> str:
     """Return a rank's position and its process's activity as the end of a sentence; empty where unknown."""
-    phase, load = _phase(view), _busy_or_idle(view)
+    phase, load = _phase(view), busy_or_idle(view)
     line = _line(view)
     waits_in = f"waiting in {view.doing.waits_in}" if view.doing is not None and view.doing.waits_in else ""
     known = [f"rank {view.rank} is {waits_in or PHASE_TEXT[phase]}{line and f' ({line})'}"] if phase is not None else []
@@ -432,7 +365,7 @@ def _lines_text(views: Sequence[RankView]) -> str:
 
 
 def _evidence(view: RankView, silence_s: float) -> dict[str, float]:
-    evidence = {"silent_s": silence_s, "last_step": float(view.step)}
+    evidence = {"silent_s": silence_s, "last_step": float(view.attempt_step)}
     if steps_s := _step_s([view]):
         evidence["usual_step_s"] = median(steps_s)
     measured = {

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gputrain_tui.lifecycle.network_watch import NetworkWatch
     from gputrain_tui.lifecycle.node_process import NodeProcess
     from gputrain_tui.plan.planner import Plan
+    from gputrain_tui.recipe.model import ClusterOptions
 
 INTERVAL_S = 0.1
 """Minimum time between two checks: the interval at which ranks write."""
@@ -117,14 +118,23 @@ class RunDiagnosis(LiveDiagnosis):
     def __init__(self, run_dir: RunDir) -> None:
         super().__init__(run_dir)
         self.due = time.monotonic() + FIRST_DIAGNOSIS_S
+        self._options_due = self.due + 5.0  # no time-out is shorter, and to read them delays the start
         self._stack_request = ""
         """The newest request for stacks that a stall has caused."""
         self._stacks_due = 0.0
         """Time until which its answers are waited for, monotonic seconds."""
 
+    @cached_property
+    def _options(self) -> ClusterOptions:
+        from gputrain_tui.lifecycle import restart  # imported after the start, which that would delay
+
+        return restart.cluster_options(self._dir)
+
     def check(self) -> list[Finding]:
         """Read the new events; return new findings, or one that the run is no longer diagnosed."""
         try:
+            if time.monotonic() >= self._options_due:
+                self._diagnosis.stall_timeout_s = self._options.stall_timeout
             findings = super().check()
         except Exception as error:  # noqa: BLE001 - the run goes on without its diagnosis
             traceback.print_exc()
@@ -145,9 +155,7 @@ class RunDiagnosis(LiveDiagnosis):
 
     def lost_host(self, running: Sequence[NodeProcess], plan: Plan) -> Failure | None:
         """Return the failure of a run that has lost hosts by ``cluster.host_timeout``; None if it has not."""
-        from gputrain_tui.lifecycle import restart  # imported only where a host is silent
-
-        timeout_s = restart.cluster_options(self._dir).host_timeout
+        timeout_s = self._options.host_timeout
         silent_s = {process.node: process.silent_s() for process in running}
         lost = _guarded(lambda: self._diagnosis.lost_nodes(self.state, self._now(), silent_s, timeout_s=timeout_s))
         if not lost:
@@ -165,7 +173,7 @@ class RunDiagnosis(LiveDiagnosis):
             return None
         from gputrain_tui.lifecycle import restart  # imported only after a stall
 
-        options = restart.cluster_options(self._dir)
+        options = self._options
         if restart.on_stall(options) == "report":
             return None
         waited_s = _guarded(lambda: self._diagnosis.waited_s(self.state, self._now())) or 0.0
@@ -180,7 +188,7 @@ class RunDiagnosis(LiveDiagnosis):
             return None
         from gputrain_tui.lifecycle import restart  # imported only after a stall
 
-        options = restart.cluster_options(self._dir)
+        options = self._options
         if (action := restart.on_stall(options)) == "report":
             return None
         limit_s = max(distributed_timeout(node.argv) for node in plan.nodes)

@@ -59,6 +59,8 @@ class RankView:
     """How it ended because of another rank or the run, as ``rank_outcome`` returns it."""
     time: float | None = None
     """Time of its newest event, Unix seconds."""
+    restarted_at: float | None = None
+    """When its process was last started again after steps, Unix seconds."""
     first_step_time: float | None = None
     """Time of its first step event, Unix seconds."""
     last: Step | None = None
@@ -196,9 +198,19 @@ class RankView:
         """
         if self.doing is not None and self.doing.part in ("group", "compile"):
             return self.doing.part
-        if self.state == "training" and self.last is None:
+        if self.state == "training" and self.awaits_first_step:
             return "first_step"
         return self.state or "spawned"
+
+    @property
+    def awaits_first_step(self) -> bool:
+        """Whether it has done no step since it was last started; ``step`` is then that of an attempt before."""
+        return self.last is None or (self.restarted_at is not None and self.last.time <= self.restarted_at)
+
+    @property
+    def attempt_step(self) -> int:
+        """Its last step, as the steps of the newest attempt count; 0 before the first one of that."""
+        return 0 if self.awaits_first_step else self.step
 
     @property
     def display_state(self) -> str | None:

@@ -345,15 +345,17 @@ class RunState:
             if view.starts > self._attempt:
                 self._attempt, self._attempt_began = view.starts, event.time
                 self._attribute()
+            if view.last is not None:
+                view.restarted_at = event.time
+                if view.awaits_first_step:
+                    view.restart()
+                    self.desync.drop_rank(view.rank)
+                    self._pace.reset()
             begun = view.pid is not None and view.state not in (None, "spawned")
             if (begun or view.state in ("finished", "failed")) and view.pid == event.pid:
                 view.versions = event.versions  # the node agent's file may be read later than the rank's
                 return
             view.unheard = None
-            if view.last is not None:
-                view.restart()
-                self.desync.drop_rank(view.rank)
-                self._pace.reset()
         if event.state != view.state and event.state not in ("spawned", "failed"):  # those interrupt a stay
             self._record_stay(view, event.time)
         if event.state != view.state or event.state in ("spawned", "failed"):

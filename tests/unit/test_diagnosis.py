@@ -793,6 +793,33 @@ def test_a_rank_that_does_no_step_while_the_others_wait_is_named() -> None:
     assert found[0].evidence["last_step"] == 40
 
 
+@pytest.mark.parametrize("begins_at", [0, 40], ids=["a script counts from 1", "a task goes on counting"])
+@pytest.mark.parametrize(("timeout_s", "after_s"), [(None, 55.0), (12.0, 8.0)])
+def test_a_rank_that_hangs_at_its_first_step_after_a_restart_is_named(
+    begins_at: int, timeout_s: float | None, after_s: float
+) -> None:
+    run = SimulatedRun(2)
+    run.diagnosis.stall_timeout_s = timeout_s
+    run.diagnose()
+    run.now += 8.0  # so long the first step took
+    run.steps(40)
+    for rank in (0, 1):
+        run.state.apply(RankState(time=run.now, rank=rank, state="spawned", pid=2))
+        run.state.apply(RankState(time=run.now + 0.1, rank=rank, state="training", pid=2))
+    assert run.diagnose() == run.diagnose(20.0) == []  # imports and data
+    waits = Doing(time=run.now, rank=0, step=begins_at + 1, part="sync", parts_done=4, waited_ms=5000.0)
+    run.state.apply(waits)
+    assert run.diagnose() == []
+    assert run.diagnose(after_s - 2.0) == []
+    (finding,) = run.diagnose(2.0)
+    assert (finding.kind, finding.rank, finding.evidence["last_step"]) == ("stalled", 1, 0.0)
+    assert finding.message.startswith("rank 1 on node0 has done no step for more than ")
+    assert "after step" not in finding.message
+    failure = run.diagnosis.hang(run.state, run.now, timeout_s=12.0, limit_s=600.0)
+    assert failure is not None
+    assert failure.message == f"rank 1 on node0 hangs; the others waited {int(5 + after_s)} s for it"
+
+
 def test_a_run_without_steps_is_stalled_and_cleared_when_it_goes_on() -> None:
     run = SimulatedRun(2)
     run.steps(40)

@@ -371,7 +371,7 @@ def test_those_that_hold_something_else_than_the_most_stand_apart() -> None:
 
 
 def test_a_checksum_from_before_a_restart_is_not_compared() -> None:
-    state = fold(step(rank=1, number=290), *checksums((1, 300, "before", "")), world_size=2)
+    state = fold(step(rank=1, number=290, time=1.0), *checksums((1, 300, "before", "")), world_size=2)
     state.apply(RankState(time=2.0, rank=1, state="spawned"))
     state.apply_all(checksums((0, 300, "after", "")))
     assert state.desync.equal is None
