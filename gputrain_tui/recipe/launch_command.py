@@ -24,14 +24,9 @@ from gputrain_tui.recipe.command_launchers import (
 from gputrain_tui.recipe.command_prefixes import read_prefixes
 from gputrain_tui.recipe.framework_launchers import LAUNCHERS
 from gputrain_tui.recipe.script_text import makes_group, without_group
-from gputrain_tui.recipe.shell_text import EXPANSION, require_no_expansion, shown
+from gputrain_tui.recipe.shell_text import EXPANSION, SECRET, require_no_expansion, shown
 from gputrain_tui.recipe.srun import SlurmStep, apply_step
 from trainer.contract.errors import RequestError, nearest, quoted
-
-SECRET = re.compile(
-    r"SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|WEBHOOK|AUTHORIZATION|(TOKEN|KEYS?)(?![a-z])", re.IGNORECASE
-)
-"""A word in the name of a variable or an argument whose value a recipe should not keep."""
 
 
 def read_launch_command(
@@ -100,8 +95,8 @@ def read_launch_command(
         command.notes.append(_one_rank(command))
     if name != "python" and ranks_of_script(command, context) is not None:
         command.notes.append(
-            f"{command.script} starts ranks itself: if it does so under {name} too, each rank starts its own; then "
-            f"give init python {'-m ' if command.module else ''}{command.script}"
+            f"{command.script} starts ranks itself: if it does so under {name} too, each rank starts others; then give "
+            f"init python {'-m ' if command.module else ''}{command.script}"
         )
     known = launcher.flags if launcher.others else flags  # of other launchers the list is not complete
     for flag, value in flags.items():
@@ -209,8 +204,8 @@ def _program(argv: list[str]) -> tuple[str, str | None, list[str]]:
         advice = "a shell script may do anything: give init the line in it that starts torchrun or python"
     else:
         advice = (
-            f"use {KNOWN}{nearest(name, LAUNCHERS)}; if it starts such a command, as MPI, a container or a profiler "
-            "does, give init that command: torchrun --nproc-per-node N SCRIPT.py"
+            f"use {KNOWN}{nearest(name, LAUNCHERS)}; where MPI, a container, a profiler or a remote shell starts the "
+            "command, give init only the command, such as torchrun --nproc-per-node N SCRIPT.py"
         )
     raise RequestError(f"{quoted(shown(argv[0]))} is not a known launcher: {advice}")
 
@@ -228,6 +223,7 @@ SUBCOMMANDS = {"accelerate": "launch", "fabric": "run"}
 
 
 def _after_launch(name: str, argv: list[str]) -> list[str]:
+    require_no_expansion(argv[:1] if name in SUBCOMMANDS else [])
     wanted = SUBCOMMANDS.get(name)
     if wanted is not None and argv[:1] == [wanted]:
         argv = argv[1:]

@@ -113,7 +113,8 @@ def from_command(command: LaunchCommand, *, typed: str) -> NewRecipe:
 
 def _from_trainer(command: LaunchCommand, *, typed: str) -> NewRecipe:
     tables = read_trainer_command(command.args)
-    starts_itself = command.nodes == [{"ranks": 1}]  # by python, of which nothing else is to be said
+    starts_itself = command.nodes == [{"ranks": 1}]
+    notes = [note for note in command.notes if not note.startswith("python starts one process")]
     cluster = {**command.cluster, **tables.cluster, **({"env": command.env} if command.env else {})}
     return NewRecipe(
         name=Path(tables.train["task"].partition(":")[0]).stem,
@@ -122,7 +123,7 @@ def _from_trainer(command: LaunchCommand, *, typed: str) -> NewRecipe:
         train=tables.train,
         task=tables.task,
         cluster=cluster,
-        notes=tuple(map(printable, [*([] if starts_itself else command.notes), *tables.notes])),
+        notes=tuple(map(printable, [*notes, *tables.notes])),
     )
 
 

@@ -37,6 +37,10 @@ _PROMPT = re.compile(
 )
 """A prompt of a shell or a notebook at the beginning of a line; a bare ``#`` is a comment."""
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+SECRET = re.compile(
+    r"SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|WEBHOOK|AUTHORIZATION|(TOKEN|KEYS?)(?![a-z])", re.IGNORECASE
+)
+"""A word in the name of a variable or an argument whose value a recipe should not keep."""
 _SHELL_WORDS = ("for", "while", "until", "if", "case", "select", "function", "{", "[[")
 """Words that begin a compound command of a shell."""
 
@@ -114,10 +118,11 @@ def shown(text: str) -> str:
 
 
 def shown_command(words: Iterable[str]) -> str:
-    """Return words on one line, quoted, with expansions as they were written and no password of an address."""
+    """Return words on one line, quoted, with expansions as they were written and without secrets."""
     texts = []
     for word in words:
-        text = shown(word)
+        name, equals, _ = word.partition("=")
+        text = f"{name}=•••" if equals and SECRET.search(name) else shown(word)
         if EXPANSION not in word or not text.isprintable():
             texts.append(shell_quoted(text))
         else:  # quoted singly it would be no expansion

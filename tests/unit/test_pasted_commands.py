@@ -287,15 +287,15 @@ TRANSLATED: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
 ]  # fmt: skip
 
 REFUSED = [
-    ("horovodrun -np 4 -H localhost:4 python train.py", "not a known launcher.*MPI.* give init that command: torchrun"),
-    ("mpirun -np 4 python train.py", "'mpirun' is not a known launcher: .*as MPI"),
+    ("horovodrun -np 4 -H localhost:4 python train.py", "not a known launcher.*MPI.* the command, such as torchrun"),
+    ("mpirun -np 4 python train.py", "'mpirun' is not a known launcher: .*where MPI"),
     ("bash train.sh", "a shell script may do anything: give init the line in it"),
     ("./scripts/run_ddp.sh 8", "a shell script may do anything: give init the line in it"),
     ("yolo detect train data=coco8.yaml device=0,1", "'yolo' is not a known launcher"),
     ("ray job submit -- python train.py", "'ray' is not a known launcher"),
     ("./train.sbatch", "give init the line in it"),
     ("#!/bin/bash\n#SBATCH --nodes=2\nsrun python train.py", r"a batch script.*options into \[slurm\]"),
-    ("docker run --gpus all image torchrun train.py", "as MPI, a container .* give init that command"),
+    ("docker run --gpus all image torchrun train.py", "where MPI, a container, .* give init only the command"),
     ("srun --container-image=nvcr.io#x python train.py", "--container-image starts the command in a container"),
     ("srun -N 2 torchrun --nproc-per-node 4 train.py", "on 2 nodes, but its own flags say 1: give both the same"),
     ("srun -n 8 --ntasks-per-node=3 python train.py", "--ntasks is 8, but must be a multiple of the 3 nodes"),
@@ -303,6 +303,7 @@ REFUSED = [
     ("srun --exclude=$BAD python train.py", r"has '\$BAD', whose value only your shell knows"),
     ("srun -D $HOME/x python train.py", r"has '\$HOME', whose value only your shell knows"),
     ("srun -n 3 -N 2 python train.py", "--ntasks is 3, but must be a multiple of the 2 nodes"),
+    ("accelerate $X train.py", r"has '\$X', whose value only your shell knows"),
     ("uv run mytrain --config x.py", "'mytrain' is not a known launcher"),
     ("hatch run gpu:torchrun train.py", "'gpu:torchrun' is not a known launcher"),
     ("uv pip install torch", "uv 'pip' starts no training: give init uv run COMMAND"),
@@ -312,7 +313,7 @@ REFUSED = [
     ("torchrun --nproc-per-node 2 train.py --run=$WANDB_RUN", r"has '\$WANDB_RUN', whose value only your shell knows"),
     ("torchrun --nproc-per-node $(nvidia-smi -L | wc -l) train.py", r"has '\$\(nvidia-smi -L \| wc -l\)', whose value"),
     ("torchrun train.py --data <path to imagenet>", "has <path to imagenet>: put its value in place of that"),
-    ("nsys profile -o out torchrun train.py", "a profiler does, give init that command"),
+    ("nsys profile -o out torchrun train.py", "a profiler .* give init only the command"),
     ("python -c 'import train'", "names no script: python -c has its program on the line"),
 ]  # fmt: skip
 
@@ -374,12 +375,13 @@ def test_what_no_recipe_can_say_is_refused_with_what_to_do_instead(text: str, me
         ("env -u A python train.py", "env -u A is left out"),
         ("torchrun train.py --files data/*.bin", "data/*.bin stays as it is"),
         ("uv run --with torch==2.6 torchrun train.py", "(uv run --with torch==2.6 gputrain run …)"),
+        ("mamba run -e HF_TOKEN=hidden torchrun train.py", "(mamba run -e 'HF_TOKEN=•••' gputrain run …)"),
         ("uv run --index $INDEX torchrun train.py", "(uv run --index $INDEX gputrain run …)"),
         ("python spawn.py", "spawn.py starts its ranks itself (torch.multiprocessing): ranks is how many"),
         ("python spawn_some.py", "ranks is how many it starts on a node: write the number, which its text does not"),
         (
             "torchrun spawn.py",
-            "starts ranks itself: if it does so under torchrun too, each rank starts its own; then",
+            "starts ranks itself: if it does so under torchrun too, each rank starts others; then",
         ),
         ("python main.py --multiprocessing-distributed", "starts its ranks itself (--multiprocessing-distributed)"),
         ("srun -N 2 python train.py", "put the job's nodes, partition and time into [slurm]"),
