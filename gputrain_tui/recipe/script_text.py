@@ -99,6 +99,6 @@ def _number_of_ranks(count: ast.expr, nodes: list[ast.AST]) -> int | str:
         assigned = [each for each in nodes if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == count.id]
         if len(assigned) == 1:
             count = assigned[0].value
-    if isinstance(count, ast.Constant) and isinstance(count.value, int) and count.value > 0:
+    if isinstance(count, ast.Constant) and type(count.value) is int and count.value > 0:
         return count.value
     return "all" if "device_count" in ast.unparse(count) else ""
