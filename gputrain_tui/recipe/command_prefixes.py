@@ -41,6 +41,13 @@ ENVIRONMENTS = {
     "micromamba": _MAMBA,
 }
 """Programs whose ``run`` starts a command in an environment of Python → their options with a value."""
+OPTIONS = {
+    **ENVIRONMENTS,
+    "env": ("-u", "--unset", "-C", "--chdir"),
+    "time": ("-o", "--output", "-f", "--format"),
+    "exec": ("-a",),
+}
+"""Options whose value, the next word, may read as a command or a setting."""
 PREFIXES = {
     **dict.fromkeys(ENVIRONMENTS, _SAME_ENVIRONMENT),
     **dict.fromkeys(("nice", "ionice", "numactl", "taskset", "timeout", "env"), _INHERITED),
@@ -95,7 +102,7 @@ def _after_prefix(name: str, argv: list[str], notes: list[str]) -> list[str]:
     """Return the words from the next command or setting on; a Python file or module gets its ``python`` back."""
     at = _length_of_environment(name, argv) if name in ENVIRONMENTS else 1
     while name not in ENVIRONMENTS and at < len(argv) and not _begins_command(argv[at]):
-        at += 1
+        at += 2 if argv[at] in OPTIONS.get(name, ()) else 1
     if PREFIXES[name] and (name != "env" or at > 1):
         notes.append(PREFIXES[name].format(shown=shown_command(argv[:at])))
     rest = argv[at:]
@@ -115,7 +122,7 @@ def _length_of_environment(name: str, argv: list[str]) -> int:
             if word != "run":
                 raise RequestError(f"{name} {quoted(shown(word))} starts no training: give init {name} run COMMAND")
             is_run = True
-        at += 2 if word in ENVIRONMENTS[name] else 1
+        at += 2 if word in OPTIONS[name] else 1
     return min(at, len(argv))
 
 

@@ -197,6 +197,8 @@ TRANSLATED: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
     ("uv --directory torchrun run --module pkg.train", [{"ranks": 1}],
      {"train": {"script": "pkg.train", "module": True}}),
     ("micromamba run -n torchrun -e A=B python train.py", [{"ranks": 1}], {"train": {"script": "train.py"}}),
+    ("env -C python -u torchrun A=B time -o train.py -f A=C exec -a x.py torchrun train.py", [{"ranks": 1}],
+     {"cluster": {"env": {"A": "B"}}, "train": {"script": "train.py"}}),
     ("uv run -m pkg.train", [{"ranks": 1}], {"train": {"script": "pkg.train", "module": True}}),
     ("poetry run torchrun --nproc-per-node=2 train.py", [{"ranks": 2}], {"train": {"script": "train.py"}}),
     ("conda run --no-capture-output -n ml torchrun --nproc-per-node 2 train.py", [{"ranks": 2}],
