@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
 
 from gputrain_tui.recipe.accelerate_launch import AccelerateLaunch
+from gputrain_tui.recipe.script_text import spawned_ranks
 from trainer.contract.errors import RequestError, nearest, quoted
 
 MAX_NODES = 10_000
@@ -44,10 +46,17 @@ class LaunchCommand:
     """Whether the script makes a process group; None if that is unknown."""
     typed: list[str] = field(default_factory=list)
     """The command's words as they were given, those of ``bash -c`` among them."""
+    typed_flags: dict[str, str] = field(default_factory=dict, compare=False)
+    """The launcher's flags as they were given, by their names."""
     typed_arguments: int = 0
     """How many of them, the last ones, are the script's arguments."""
     notes: list[str] = field(default_factory=list)
     """A line for each part of the command without counterpart in a recipe, or that the user has to complete."""
+
+    @property
+    def file(self) -> str:
+        """Path of the script, also that of a module."""
+        return self.script.replace(".", "/") + ".py" if self.module else self.script
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +71,11 @@ class LauncherFlags:
     others: tuple[str, ...] = ()
     """More flags with a value, which may be shortened as those of ``short`` and ``switches`` may."""
 
+    @property
+    def flags(self) -> set[str]:
+        """Names of all flags that are known."""
+        return {*self.switches, *self.short.values(), *self.others}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
@@ -71,6 +85,10 @@ class Context:
     """The launcher's words: flags, script and arguments."""
     read_file: ReadFile
     ask_accelerate: AskAccelerate
+    script_text: str
+    """Empty if the script cannot be read."""
+    has_visible_devices: bool
+    """Whether the command sets ``CUDA_VISIBLE_DEVICES`` to some."""
 
 
 def pop_flag(flags: dict[str, str], *names: str) -> str | None:
@@ -82,8 +100,13 @@ def pop_flag(flags: dict[str, str], *names: str) -> str | None:
 def parse_number(value: str, flag: str, *, least: int = 1) -> int:
     """Return a flag's whole number; raise if it is none, or below ``least``."""
     if not re.fullmatch(r"[0-9]{1,6}", value) or int(value) < least:
-        raise RequestError(f"--{flag} is {quoted(value)}, but must be a whole number, at least {least}")
+        raise RequestError(not_allowed(value, flag, f"a whole number, at least {least}"))
     return int(value)
+
+
+def not_allowed(value: str, flag: str, allowed: str) -> str:
+    """Return the message about a flag's wrong or missing value."""
+    return f"--{flag} {f'is {quoted(value)}, but' if value else 'has no value: it'} must be {allowed}"
 
 
 def set_nodes(command: LaunchCommand, count: int, first_host: str | None, ranks: dict[str, Any]) -> None:
@@ -103,12 +126,19 @@ def set_nodes(command: LaunchCommand, count: int, first_host: str | None, ranks:
     )
 
 
+ENDPOINT = (
+    *("rdzv_endpoint", "master_addr", "master_port", "main_process_ip", "main_process_port", "main_address"),
+    "main_port",
+)
+"""Flags of launchers that name the endpoint of the rendezvous."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "")
 
 
 def set_endpoint(command: LaunchCommand, host: str | None, port: str | None, nodes: int) -> None:
     """Set ``init_method`` to the command's endpoint for several nodes; one node finds a free port by itself."""
     if nodes == 1 or host is None or host in LOOPBACK:
+        if given := [command.typed_flags[name] for name in ENDPOINT if name in command.typed_flags]:
+            command.notes.append(f"{', '.join(given)}: not needed, as gputrain finds a free port")
         return
     number = parse_number(port, "port") if port else 29500
     command.cluster["init_method"] = f"tcp://{f'[{host}]' if ':' in host else host}:{number}"
@@ -121,7 +151,7 @@ def _set_restarts(command: LaunchCommand, flags: dict[str, str]) -> None:
 
 def leave_out(command: LaunchCommand, flags: dict[str, str], names: Sequence[str]) -> None:
     """Note the flags without use here, as one supervisor starts all nodes and chooses the rendezvous."""
-    given = [f"--{name.replace('_', '-')}" for name in names if pop_flag(flags, name) is not None]
+    given = [command.typed_flags.get(name, f"--{name}") for name in names if pop_flag(flags, name) is not None]
     if given:
         command.notes.append(f"{', '.join(given)}: not needed, as one recipe starts all nodes and their rendezvous")
 
@@ -153,9 +183,8 @@ def _torchrun(command: LaunchCommand, flags: dict[str, str], _: Context) -> None
         case number if number.isdecimal():
             ranks = {"ranks": parse_number(number, "nproc-per-node")}
         case other:
-            raise RequestError(
-                f"--nproc-per-node is {quoted(other)}, but must be a whole number, at least 1, or gpu, cpu or auto"
-            )
+            allowed = "a whole number, at least 1, or gpu, cpu or auto"
+            raise RequestError(not_allowed(other, "nproc-per-node", allowed))
     address, port = pop_flag(flags, "master_addr"), pop_flag(flags, "master_port")
     if endpoint := pop_flag(flags, "rdzv_endpoint"):
         host, number = endpoint.rsplit(":", 1) if re.search(r":\d+$", endpoint) else (endpoint, "")
@@ -190,14 +219,16 @@ def _accelerate(command: LaunchCommand, flags: dict[str, str], context: Context)
     cpu = pop_flag(flags, "cpu", "use_cpu") is not None
     if total is not None and parse_number(total, "num_processes") % nodes:
         raise RequestError(f"--num_processes is {total}, but must be a multiple of the {nodes} machines")
-    if ids and ids != "all":
-        ranks: dict[str, Any] = {"gpus": parse_devices(ids, "gpu_ids")}
-    elif total is not None:
-        ranks = {"cpu_ranks" if cpu else "ranks": int(total) // nodes}
+    if total is not None:
+        ranks: dict[str, Any] = {"cpu_ranks" if cpu else "ranks": int(total) // nodes}
     else:
         ranks = {"cpu_ranks": 1} if cpu else {"gpus": "all"}
     address, port = pop_flag(flags, "main_process_ip"), pop_flag(flags, "main_process_port")
     set_nodes(command, nodes, address, ranks)
+    if ids and ids != "all":  # accelerate sets CUDA_VISIBLE_DEVICES to them
+        parse_devices(ids, "gpu_ids")
+        choose_devices(command, ids, given=f"--gpu_ids {ids}")
+        command.ignores_visible_devices = True
     set_endpoint(command, address, port, nodes)
     for name, variable in ACCELERATE_ENVIRONMENT.items():
         if (setting := pop_flag(flags, name)) is not None:
@@ -222,7 +253,9 @@ def _take_captured(command: LaunchCommand, flags: dict[str, str], context: Conte
     command.notes.append(
         "the variables of [cluster.env] are those that accelerate sets for these flags and its configuration file"
     )
-    choose_devices(command, devices)
+    if devices is not None:
+        choose_devices(command, devices, given=f"accelerate's CUDA_VISIBLE_DEVICES={devices}")
+        command.ignores_visible_devices = True
 
 
 DEEPSPEED_HOSTFILE = "/job/hostfile"  # which deepspeed reads if the command names none
@@ -292,32 +325,33 @@ def _note_deepspeed_environment(command: LaunchCommand, context: Context) -> Non
             command.notes.append(f"{file} sets {', '.join(names)}, which is left out: add what the ranks need to env")
 
 
-STARTS_RANKS = re.compile(r"\b(?:mp|multiprocessing)\.(?:spawn|start_processes)\(")
-"""A call by which a script starts its ranks itself."""
 SPAWN_FLAG = "--multiprocessing-distributed"
 """Flag by which scripts in the style of PyTorch's imagenet example start their ranks themselves."""
 
 
+def ranks_of_script(command: LaunchCommand, context: Context) -> int | str | None:
+    """Return how many ranks the script starts itself, as ``spawned_ranks`` does; None if it starts none."""
+    if SPAWN_FLAG in command.args:
+        return "all"
+    needs_flag = SPAWN_FLAG.strip("-").replace("-", "_") in context.script_text
+    return None if needs_flag else spawned_ranks(context.script_text)
+
+
 def _python(command: LaunchCommand, _: dict[str, str], context: Context) -> None:
     command.nodes = [{"ranks": 1}]
-    try:
-        text = context.read_file(command.script)
-    except (OSError, ValueError):
-        text = ""
-    has_flag = SPAWN_FLAG in command.args
-    if has_flag or (STARTS_RANKS.search(text) and SPAWN_FLAG.strip("-").replace("-", "_") not in text):
-        command.starts_ranks = True
+    if (count := ranks_of_script(command, context)) is None:
+        return
+    command.starts_ranks = True
+    if count == "all" or (count == "" and context.has_visible_devices):
         command.nodes = [{"gpus": "all"}]
-        why = SPAWN_FLAG if has_flag else "torch.multiprocessing"
-        command.notes.append(
-            f"{command.script} starts its ranks itself ({why}): gpus is how many it starts on a node; for ranks "
-            "without GPUs write cpu_ranks in its place"
+        advice = "gpus is how many it starts on a node; for ranks without GPUs write cpu_ranks in its place"
+    else:
+        command.nodes = [{"ranks": count or 1}]
+        advice = "ranks is how many it starts on a node" + (
+            "" if count else ": write the number, which its text does not give"
         )
-    elif command.makes_group is not False:
-        where = "" if command.makes_group else ", if the script makes a process group (init_process_group)"
-        command.notes.append(
-            f"python starts one process: raise ranks for more{where}; each gets RANK, WORLD_SIZE and LOCAL_RANK"
-        )
+    why = SPAWN_FLAG if SPAWN_FLAG in command.args else "torch.multiprocessing"
+    command.notes.append(f"{command.script} starts its ranks itself ({why}): {advice}")
 
 
 def parse_devices(text: str, flag: str) -> list[int]:
@@ -325,20 +359,33 @@ def parse_devices(text: str, flag: str) -> list[int]:
     return [parse_number(part.strip(), flag, least=0) for part in text.split(",")]
 
 
-def choose_devices(command: LaunchCommand, visible: str | None) -> None:
-    """Replace counts and indices of the nodes' GPUs by the devices of ``CUDA_VISIBLE_DEVICES``, one rank each."""
+def choose_devices(command: LaunchCommand, visible: str | None, *, given: str) -> None:
+    """Replace counts and indices of the nodes' GPUs by the devices of ``CUDA_VISIBLE_DEVICES``, one rank each.
+
+    Raises:
+        RequestError: there are fewer devices than the ranks of a node need; ``given`` is what names them.
+    """
     if visible is None:
         return
-    listed = [int(part) if part.isdecimal() else part for part in visible.replace(" ", "").split(",") if part]
+    parts = takewhile(lambda part: part != "-1", visible.replace(" ", "").split(","))  # as CUDA reads them
+    listed = [int(part) if part.isdecimal() else part for part in parts if part]
     for node in command.nodes:
-        count = node.get("ranks", node.get("gpus"))
+        if "cpu_ranks" in node:
+            continue
+        if not listed and "ranks" in node:
+            node["cpu_ranks"] = node.pop("ranks")
+            continue
+        count = node.pop("ranks", node.get("gpus"))
+        needed = max(count) + 1 if isinstance(count, list) else count if isinstance(count, int) else 1
+        if needed > len(listed):
+            raise RequestError(
+                f"{given} names {len(listed)} GPU{'s' * (len(listed) != 1)}, but the command needs {needed} on a node: "
+                "name one for each rank, or give it fewer ranks"
+            )
         if isinstance(count, list):  # indices into the visible devices
-            chosen = [listed[index] for index in count if index < len(listed)]
+            node["gpus"] = [listed[index] for index in count]
         else:
-            chosen = listed[:count] if isinstance(count, int) else listed
-        if chosen and "cpu_ranks" not in node:
-            node.pop("ranks", None)
-            node["gpus"] = chosen
+            node["gpus"] = listed[:count] if isinstance(count, int) else listed
 
 
 TORCHRUN_FLAGS = LauncherFlags(

@@ -63,6 +63,7 @@ def _take_later_flags(command: LaunchCommand, flags: dict[str, str]) -> None:
         name, equals, _ = word.removeprefix("--").replace("-", "_").partition("=")
         if word.startswith("--") and name in _FABRIC_FLAGS:
             flags[name] = word.partition("=")[2] if equals else args.pop(0) if args else ""
+            command.typed_flags[name] = word.partition("=")[0]
         else:
             command.args.append(word)
 

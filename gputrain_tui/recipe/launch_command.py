@@ -1,15 +1,13 @@
 """Translates a command line of torchrun, accelerate, srun, python and other launchers into the values of a recipe.
 
-Pure: the caller passes the function that reads the files of a command, such as a hostfile or the script. The script's
-text says whether it makes a process group: ranks without one each train a copy of their own.
+Pure: the caller passes the function that reads the files of a command, such as a hostfile or the script.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
 
 from gputrain_tui.recipe.accelerate_launch import AccelerateLaunch
@@ -21,20 +19,14 @@ from gputrain_tui.recipe.command_launchers import (
     ReadFile,
     choose_devices,
     pop_flag,
+    ranks_of_script,
 )
 from gputrain_tui.recipe.command_prefixes import read_prefixes
 from gputrain_tui.recipe.framework_launchers import LAUNCHERS
-from gputrain_tui.recipe.shell_text import EXPANSION, require_no_expansion, shown
+from gputrain_tui.recipe.script_text import makes_group, without_group
+from gputrain_tui.recipe.shell_text import EXPANSION, SECRET, require_no_expansion, shown
 from gputrain_tui.recipe.srun import SlurmStep, apply_step
 from trainer.contract.errors import RequestError, nearest, quoted
-
-SECRET_WORDS = ("TOKEN", "KEY", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "WEBHOOK", "AUTHORIZATION")
-"""Words in the name of a variable whose value a recipe should not keep."""
-
-
-def is_secret_variable(name: str) -> bool:
-    """Whether a recipe leaves out a variable of a command by its name: the ranks inherit it from the shell."""
-    return any(word in name.upper() for word in SECRET_WORDS)
 
 
 def read_launch_command(
@@ -56,8 +48,8 @@ def read_launch_command(
         raise RequestError(f"no command is given; start it with {KNOWN}")
     name, python, given = _program(prefixed.argv)
     launcher = LAUNCHERS[name]
-    flags, rest = _split_flags(launcher, given)
-    left_out = _without_variables(flags, given, step)
+    flags, rest, typed_flags = _split_flags(launcher, given)
+    left_out = _without_variables(flags, typed_flags, given, step)
     require_no_expansion([*flags.values(), *rest])
     if name == "torchrun":
         for variable in [each for each in env if each.startswith("PET_")]:  # torchrun's defaults
@@ -66,19 +58,29 @@ def read_launch_command(
     if pop_flag(flags, "no_python") is not None or pop_flag(flags, "run_path") is not None:
         raise RequestError(f"this {name} command starts another program than a Python script, which gputrain cannot do")
     if not rest or (name == "python" and rest[0] == "-"):
-        raise RequestError(f"the {name} command names no script" + _without_file(name, flags))
+        raise RequestError(f"the {name} command names no script" + _without_file(name, flags, typed_flags))
     # argparse, by which all launchers but python itself read their words, takes a -- after the script as its own.
     args = rest[2:] if rest[1:2] == ["--"] and name != "python" else rest[1:]
     command = LaunchCommand(script=rest[0], args=args, module=is_module, notes=[*prefixed.notes, *left_out])
-    command.typed, command.typed_arguments = prefixed.typed, len(args)
-    if python is not None:
+    command.typed, command.typed_flags, command.typed_arguments = prefixed.typed, typed_flags, len(args)
+    if python is not None and PurePath(python).is_absolute():
         command.cluster["python"] = python
+    elif python is not None:
+        command.notes.append(
+            f"{python} is left out: ranks have the Python of gputrain; for another write its path into cluster.python"
+        )
     command.env, visible = env, env.pop("CUDA_VISIBLE_DEVICES", None)
     _leave_out_variables(command)
     require_no_expansion([*env.values(), visible or ""])
-    context = Context(argv=given, read_file=read_file, ask_accelerate=lambda argv: ask_accelerate(python, argv))
-    file = command.script.replace(".", "/") + ".py" if command.module else command.script
-    command.makes_group = makes_group(file, read_file)
+    interpreter = command.cluster.get("python")
+    context = Context(
+        argv=given,
+        read_file=read_file,
+        ask_accelerate=lambda argv: ask_accelerate(interpreter, argv),
+        script_text=_text(command.file, read_file),
+        has_visible_devices=bool(visible),
+    )
+    command.makes_group = makes_group(command.file, read_file)
     launcher.read(command, flags, context)
     if command.makes_group is False:
         command.notes.append(without_group(command.script))
@@ -86,23 +88,52 @@ def read_launch_command(
         reason = "Slurm chooses the GPUs" if step is not None else f"{name} ignores it beside these flags"
         command.notes.append(f"CUDA_VISIBLE_DEVICES={visible} is left out: {reason}")
     else:
-        choose_devices(command, visible)
+        choose_devices(command, visible, given=f"CUDA_VISIBLE_DEVICES={visible}")
     if step is not None:
         apply_step(command, step, launcher=name)
+    elif name == "python" and not command.starts_ranks and command.makes_group is not False:
+        command.notes.append(_one_rank(command))
+    if name != "python" and ranks_of_script(command, context) is not None:
+        command.notes.append(
+            f"{command.script} starts ranks itself: if it does so under {name} too, each rank starts others; then give "
+            f"init python {'-m ' if command.module else ''}{command.script}"
+        )
+    known = launcher.flags if launcher.others else flags  # of other launchers the list is not complete
     for flag, value in flags.items():
-        command.notes.append(f"--{flag}{f' {value}' if value else ''} has no counterpart and is left out")
+        typed = command.typed_flags.get(flag, f"--{flag}")
+        why = "has no counterpart and is left out"
+        if flag not in known:
+            spelled = [f"--{each if name == 'deepspeed' else each.replace('_', '-')}" for each in launcher.flags]
+            why = f"is left out: it is no option of {name} that gputrain knows{nearest(typed, spelled)}"
+        command.notes.append(f"{typed}{f' {value}' if value else ''} {why}")
     return command
+
+
+def _one_rank(command: LaunchCommand) -> str:
+    """Return a note for a command that starts one process of a script that may make a process group."""
+    more = "name more GPUs in gpus" if "gpus" in command.nodes[0] else f"raise {next(iter(command.nodes[0]))}"
+    where = "" if command.makes_group else ", if the script makes a process group (init_process_group)"
+    return f"python starts one process: {more} for more{where}; each gets RANK, WORLD_SIZE and LOCAL_RANK"
 
 
 def _leave_out_variables(command: LaunchCommand) -> None:
     """Remove and note the variables that gputrain computes, and secrets."""
     for variable in [each for each in command.env if each in RENDEZVOUS_VARIABLES]:
         command.notes.append(f"{variable}={shown(command.env.pop(variable))} is left out: gputrain computes it")
-    for variable in [each for each in command.env if is_secret_variable(each)]:
+    for variable in [each for each in command.env if SECRET.search(each)]:
         del command.env[variable]
         command.notes.append(
-            f"{variable} is left out: secrets do not belong in a recipe; the ranks inherit it from the shell"
+            f"{variable} is left out: secrets do not belong in a recipe; export it before `gputrain run`, whose ranks "
+            "inherit it"
         )
+    for word, following in zip(command.args, [*command.args[1:], ""], strict=False):
+        flag, equals, value = word.partition("=")
+        value = value if equals else following if flag.startswith("-") else ""
+        if SECRET.search(flag) and not re.fullmatch(r"-.*|[\d.]*", value):
+            command.notes.append(
+                f"the value of {flag} stands in the recipe: if it is a secret, let the script read it from a variable, "
+                "and export that before `gputrain run`"
+            )
 
 
 NEUTRAL = {
@@ -114,20 +145,35 @@ NEUTRAL = {
 NODE_COUNTS = ("nnodes", "num_machines", "num_nodes")
 
 
-def _without_variables(flags: dict[str, str], argv: list[str], step: SlurmStep | None) -> list[str]:
-    """Replace expansions in the rendezvous' flags, and in a step's number of nodes; return a note about them."""
+def _text(file: str, read_file: ReadFile) -> str:
+    try:
+        return read_file(file)
+    except (OSError, ValueError):
+        return ""
+
+
+def _without_variables(
+    flags: dict[str, str], typed: dict[str, str], argv: list[str], step: SlurmStep | None
+) -> list[str]:
+    """Remove expansions in the rendezvous' flags, replace a step's number of nodes; return a note about them."""
     replaced = []
-    for name, value in flags.items():
+    for name, value in list(flags.items()):
         neutral = NEUTRAL.get(name) or (str(step.nodes or 1) if step is not None and name in NODE_COUNTS else None)
         if EXPANSION not in value or neutral is None:
             continue
-        flags[name] = neutral
+        if name in NODE_COUNTS:
+            flags[name] = neutral
+        else:
+            del flags[name]
         argv[:] = [word.replace(value, neutral) for word in argv]
-        replaced.append(f"--{name.replace('_', '-')} {shown(value)}")
+        replaced.append(f"{typed.pop(name)} {shown(value)}")
     return [f"{', '.join(replaced)}: not needed, as gputrain computes it"] if replaced else []
 
 
-def _without_file(name: str, flags: dict[str, str]) -> str:
+def _without_file(name: str, flags: dict[str, str], typed: dict[str, str]) -> str:
+    for flag, value in flags.items():
+        if value.endswith(".py") and flag in typed:
+            return f": {typed[flag]} has no value of its own, so {quoted(value)} is taken for it"
     if name == "python" and "c" in flags:
         return ": python -c has its program on the line; write that into a file"
     return "" if name != "python" else ": write the program into a file"
@@ -137,10 +183,11 @@ KNOWN = "torchrun, accelerate launch, deepspeed, fabric run, srun or python"
 
 
 def _program(argv: list[str]) -> tuple[str, str | None, list[str]]:
-    """Return the launcher, the interpreter's path if the command gives an absolute one, and the words after both."""
+    """Return the launcher, the interpreter if the command names a certain one, and the words after both."""
     path = PurePath(argv[0])
     name, rest = path.name, argv[1:]
-    python = str(path) if path.is_absolute() else None
+    is_version = "." in name and name != f"python{sys.version_info.major}.{sys.version_info.minor}"
+    python = str(path) if path.is_absolute() or (is_version and name.startswith("python")) else None
     if re.fullmatch(r"python[\d.]*", name):
         while rest and rest[0] == "-u":  # as ranks do
             rest.pop(0)
@@ -157,8 +204,8 @@ def _program(argv: list[str]) -> tuple[str, str | None, list[str]]:
         advice = "a shell script may do anything: give init the line in it that starts torchrun or python"
     else:
         advice = (
-            f"use {KNOWN}{nearest(name, LAUNCHERS)}; of MPI, a container, a profiler or a remote shell give init the "
-            "command behind it, as torchrun --nproc-per-node N SCRIPT.py"
+            f"use {KNOWN}{nearest(name, LAUNCHERS)}; where MPI, a container, a profiler or a remote shell starts the "
+            "command, give init only the command, such as torchrun --nproc-per-node N SCRIPT.py"
         )
     raise RequestError(f"{quoted(shown(argv[0]))} is not a known launcher: {advice}")
 
@@ -176,6 +223,7 @@ SUBCOMMANDS = {"accelerate": "launch", "fabric": "run"}
 
 
 def _after_launch(name: str, argv: list[str]) -> list[str]:
+    require_no_expansion(argv[:1] if name in SUBCOMMANDS else [])
     wanted = SUBCOMMANDS.get(name)
     if wanted is not None and argv[:1] == [wanted]:
         argv = argv[1:]
@@ -187,9 +235,10 @@ def _after_launch(name: str, argv: list[str]) -> list[str]:
     return argv
 
 
-def _split_flags(launcher: LauncherFlags, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the launcher's flags with their values, and the script with its arguments."""
+def _split_flags(launcher: LauncherFlags, argv: Sequence[str]) -> tuple[dict[str, str], list[str], dict[str, str]]:
+    """Return the launcher's flags with their values, the script with its arguments, and the flags as typed."""
     flags: dict[str, str] = {}
+    typed: dict[str, str] = {}
     rest = list(argv)
     while rest and rest[0].startswith("-") and rest[0] != "-":
         word, equals, value = rest.pop(0).partition("=")
@@ -197,13 +246,16 @@ def _split_flags(launcher: LauncherFlags, argv: Sequence[str]) -> tuple[dict[str
             break
         flag = _whole_flag(launcher, word)
         if (short := launcher.short.get(word[:2])) not in (None, *launcher.switches) and word[2:]:  # -Hhosts
-            flags[short or ""] = word[2:] + equals + value
+            flag = short or ""
+            flags[flag], word = word[2:] + equals + value, word[:2]
         elif equals:
             flags[flag] = value
         else:  # an unknown switch of a newer version is followed by the script or another flag, not by a value
-            takes_value = flag not in launcher.switches and rest and not re.fullmatch(r"-\D.*|.*\.py", rest[0])
+            no_value = r"-\D.*" if flag in launcher.others else r"-\D.*|.*\.py"
+            takes_value = flag not in launcher.switches and rest and not re.fullmatch(no_value, rest[0])
             flags[flag] = rest.pop(0) if takes_value else ""
-    return flags, rest
+        typed[flag] = word
+    return flags, rest, typed
 
 
 def _whole_flag(launcher: LauncherFlags, word: str) -> str:
@@ -211,70 +263,5 @@ def _whole_flag(launcher: LauncherFlags, word: str) -> str:
     if word in launcher.short:
         return launcher.short[word]
     name = word.lstrip("-").replace("-", "_")
-    known = {*launcher.switches, *launcher.short.values(), *launcher.others}
-    longer = [each for each in known if each.startswith(name)] if word.startswith("--") else []
-    return longer[0] if name not in known and len(longer) == 1 else name
-
-
-MAKES_GROUP = re.compile(r"\b(init_process_group|init_device_mesh|init_distributed|distributed_init)\b")
-WITHOUT_GROUP = frozenset(
-    (
-        "torch", "torchvision", "torchaudio", "torchtext", "numpy", "scipy", "pandas", "sklearn", "matplotlib", "PIL",
-        "cv2", "tqdm", "yaml", "requests", "einops", "tiktoken", "tokenizers", "safetensors", "tensorboard", "wandb",
-    )
-)  # fmt: skip
-"""Packages that make no process group by themselves; others, such as accelerate and lightning, may."""
-
-
-def makes_group(script: str, read_file: ReadFile) -> bool | None:
-    """Return whether a script, or a module beside it that it imports, makes a process group; None if unknown."""
-    folder, pending, seen, unknown = PurePath(script).parent, [script], {script}, False
-    max_files = 50  # most files of a script that are read
-    while pending:
-        name = pending.pop()
-        try:
-            text = read_file(name)
-            modules = list(_imports(ast.parse(text)))
-        except (OSError, SyntaxError, ValueError, RecursionError):
-            if name == script:
-                return None
-            continue  # no module beside the script
-        if MAKES_GROUP.search(text):
-            return True
-        for module in modules:
-            top = module.partition(".")[0]
-            if top in WITHOUT_GROUP or top in sys.stdlib_module_names:
-                continue
-            beside = [str(folder / f"{module.replace('.', '/')}{end}") for end in (".py", "/__init__.py")]
-            if not any(_is_file(each, read_file) for each in beside):
-                unknown = True
-            pending += [each for each in beside if each not in seen]
-            seen.update(beside)
-        if len(seen) > max_files:
-            return None
-    return None if unknown else False
-
-
-def without_group(script: str) -> str:
-    """Return a note for a script that makes no process group."""
-    return (
-        f"{script} makes no process group, so it is for one rank: of more, each would train a copy of its own; for "
-        "several call torch.distributed.init_process_group() and wrap the model in DistributedDataParallel"
-    )
-
-
-def _imports(tree: ast.Module) -> Iterator[str]:
-    """Yield the modules that a file imports; relative ones as if they were beside the script."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from ([node.module] if node.module else [alias.name for alias in node.names])
-
-
-def _is_file(name: str, read_file: ReadFile) -> bool:
-    try:
-        read_file(name)
-    except (OSError, ValueError):
-        return False
-    return True
+    longer = [each for each in launcher.flags if each.startswith(name)] if word.startswith("--") else []
+    return longer[0] if name not in launcher.flags and len(longer) == 1 else name

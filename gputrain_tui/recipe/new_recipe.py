@@ -16,10 +16,9 @@ from gputrain_tui.recipe.accelerate_launch import AccelerateLaunch, ask_accelera
 from gputrain_tui.recipe.allow_list import AllowList
 from gputrain_tui.recipe.command_launchers import LaunchCommand
 from gputrain_tui.recipe.launch_command import read_launch_command
-from gputrain_tui.recipe.shell_text import read_pasted_command, shown
+from gputrain_tui.recipe.shell_text import read_pasted_command, shown_command
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from gputrain_tui.recipe.trainer_command import read_trainer_command, trains_a_task
-from gputrain_tui.shell_words import shell_joined
 from trainer.contract.builtin_tasks import BUILT_IN
 from trainer.contract.errors import RequestError, nearest, printable, quoted
 
@@ -114,7 +113,8 @@ def from_command(command: LaunchCommand, *, typed: str) -> NewRecipe:
 
 def _from_trainer(command: LaunchCommand, *, typed: str) -> NewRecipe:
     tables = read_trainer_command(command.args)
-    starts_itself = command.nodes == [{"ranks": 1}]  # by python, of which nothing else is to be said
+    starts_itself = command.nodes == [{"ranks": 1}]
+    notes = [note for note in command.notes if not note.startswith("python starts one process")]
     cluster = {**command.cluster, **tables.cluster, **({"env": command.env} if command.env else {})}
     return NewRecipe(
         name=Path(tables.train["task"].partition(":")[0]).stem,
@@ -123,7 +123,7 @@ def _from_trainer(command: LaunchCommand, *, typed: str) -> NewRecipe:
         train=tables.train,
         task=tables.task,
         cluster=cluster,
-        notes=tuple(map(printable, [*([] if starts_itself else command.notes), *tables.notes])),
+        notes=tuple(map(printable, [*notes, *tables.notes])),
     )
 
 
@@ -149,14 +149,16 @@ def _shown(command: LaunchCommand) -> str:
     first_argument = len(command.typed) - command.typed_arguments
     before = [
         re.sub(
-            r"(^|[=,])([A-Za-z_]\w*)=([^,]*)" if word.startswith("--export=") else r"(^)([A-Za-z_]\w*)=(.*)",
+            r"(^|[=,])([A-Za-z_]\w*)=([^,]*)"
+            if word.startswith("--export=")
+            else r"(^)([A-Za-z_]\w*)=(?!=)(.*)",  # == is a version that uv run --with wants
             lambda setting: f"{setting[1]}{setting[2]}={allow.variables({setting[2]: setting[3]})[setting[2]]}",
             word,
             flags=re.DOTALL,
         )
         for word in command.typed[:first_argument]
     ]
-    return shown(shell_joined([*before, *allow.arguments(command.typed[first_argument:])]))
+    return shown_command([*before, *allow.arguments(command.typed[first_argument:])])
 
 
 def from_text(text: str) -> NewRecipe:

@@ -7,10 +7,11 @@ value is not in the text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gputrain_tui.shell_words import shell_quoted
 from trainer.contract.errors import RequestError, quoted
 
 EXPANSION = "\ue000"
@@ -36,6 +37,12 @@ _PROMPT = re.compile(
 )
 """A prompt of a shell or a notebook at the beginning of a line; a bare ``#`` is a comment."""
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+SECRET = re.compile(
+    r"SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|WEBHOOK|AUTHORIZATION|(TOKEN|KEYS?)(?![a-z])", re.IGNORECASE
+)
+"""A word in the name of a variable or an argument whose value a recipe should not keep."""
+_SHELL_WORDS = ("for", "while", "until", "if", "case", "select", "function", "{", "[[")
+"""Words that begin a compound command of a shell."""
 
 
 @dataclass(kw_only=True)
@@ -74,6 +81,8 @@ def read_pasted_command(text: str) -> PastedCommand:
     left: list[_Simple] = []
     is_piped = False
     for simple in _commands(_PROMPT.sub("", text.replace("\r\n", "\n")), variables):
+        if simple.words and simple.words[0] in _SHELL_WORDS:
+            raise RequestError(_only_a_shell(quoted(simple.words[0])))
         if not is_piped and simple.words and not _sets_variables(simple.words, variables, exported):
             left.append(simple)
         is_piped = simple.end in ("|", "|&")
@@ -108,10 +117,27 @@ def shown(text: str) -> str:
     return re.sub(rf"{EXPANSION}(?=[^`]*`)", "`", text).replace(EXPANSION, "$")
 
 
+def shown_command(words: Iterable[str]) -> str:
+    """Return words on one line, quoted, with expansions as they were written and without secrets."""
+    texts = []
+    for word in words:
+        name, equals, _ = word.partition("=")
+        text = f"{name}=•••" if equals and SECRET.search(name) else shown(word)
+        if EXPANSION not in word or not text.isprintable():
+            texts.append(shell_quoted(text))
+        else:  # quoted singly it would be no expansion
+            texts.append(f'"{text}"' if re.search(r"\s", text) else text)
+    return re.sub(r"(?<=://)[^/@\s]+@", "•••@", " ".join(texts))
+
+
+def _only_a_shell(word: str) -> str:
+    return f"the command has {word}, which only a shell can run: give init the command alone"
+
+
 def _not_one(commands: list[_Simple]) -> str:
     if not commands:
         return "no command is given; paste one, such as: torchrun --nproc-per-node 4 train.py"
-    texts = ", ".join(quoted(shown(" ".join(each.words))) for each in commands[:4])
+    texts = ", ".join(quoted(shown_command(each.words)) for each in commands[:4])
     return f"{len(commands)} commands are given; paste one, and do the others in the shell first: {texts}"
 
 
@@ -183,9 +209,7 @@ def _commands(text: str, variables: dict[str, str]) -> Iterator[_Simple]:
                 is_target = True
             elif kind == "end":
                 if value in ("(", ")"):
-                    raise RequestError(
-                        f"the command has {value}, which only a shell can run: give init the command alone"
-                    )
+                    raise RequestError(_only_a_shell(value))
                 command.end = value
                 yield command
                 command, is_target = _Simple(), False

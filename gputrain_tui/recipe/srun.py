@@ -204,8 +204,9 @@ def apply_step(command: LaunchCommand, step: SlurmStep, *, launcher: str) -> Non
     tasks = step.tasks_per_node or 1
     if launcher == "python":
         count = step.nodes or 1
-        node: dict[str, Any] = {"gpus": (step.gpus_per_node or tasks) if command.starts_ranks else tasks}
-        command.notes = [note for note in command.notes if not note.startswith("python starts one process")]
+        node: dict[str, Any] = {"gpus": tasks}
+        if command.starts_ranks:
+            node["gpus"] = step.gpus_per_node or command.nodes[0].get("ranks", tasks)
     else:
         count = step.nodes or len(command.nodes)
         if tasks > 1:

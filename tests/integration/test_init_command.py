@@ -26,7 +26,7 @@ def test_a_command_becomes_a_recipe_that_is_not_written_over(tmp_path: Path) -> 
     command = ["TOKEN=hidden", "torchrun", "--nproc-per-node", "4", "--log-dir", "x\ny", "my train.py", "--lr", "0.1"]
     done = init(tmp_path, "--", *command)
     assert (done.returncode, done.stdout) == (0, "my-train.toml\n"), done.stderr
-    assert "--log_dir x␊y has no counterpart" in done.stderr
+    assert "--log-dir x␊y has no counterpart" in done.stderr
     assert "gputrain run my-train.toml" in done.stderr
     text = (tmp_path / "my-train.toml").read_text()
     recipe = load(str(tmp_path / "my-train.toml"))
@@ -60,6 +60,11 @@ def test_a_command_becomes_a_recipe_that_is_not_written_over(tmp_path: Path) -> 
         (["fabric", "run", "t.py", "--key", "hunter2x", "--devices", "2"], "fabric run t.py --key '•••' --devices 2"),
         (["srun", "--export=ALL,A=hunter2x", "python", "t.py"], "srun '--export=ALL,A=•••' python t.py"),
         (["torchrun", "-m", "pkg.mod", "key=hunter2x"], "torchrun -m pkg.mod '•••'"),
+        (
+            ["uv", "run", "--with", "x==2", "--index=https://me:hunter2x@h/", "python", "t.py"],
+            "uv run --with x==2 --index=https://•••@h/ python t.py",
+        ),
+        (["torchrun", "t.py", "--api-key=hunter2x"], "torchrun t.py '--api-key=•••'"),
     ],
 )
 def test_the_comment_with_the_command_shows_no_value_that_may_be_a_secret(
@@ -106,6 +111,19 @@ def test_an_answer_on_a_terminal_becomes_a_recipe(
     load(str(tmp_path / file))
     for line in content:
         assert line in text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torchrun --rdzv-endpoint $MASTER:29500 t.py",
+        "torchrun --master-port ${PORT} t.py",
+        'torchrun --rdzv-id "$A b" t.py',
+        "taskset -c `cores` torchrun t.py",
+    ],
+)
+def test_the_comment_shows_a_variable_as_it_was_pasted(tmp_path: Path, line: str) -> None:
+    assert f"# From: {line}\n" in init(tmp_path, "-o", "-", stdin=line).stdout
 
 
 def test_a_recipe_is_named_like_the_file_that_is_asked_for(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from gputrain_tui.recipe.accelerate_launch import AccelerateLaunch
-from gputrain_tui.recipe.launch_command import makes_group, read_launch_command
+from gputrain_tui.recipe.launch_command import read_launch_command
 from gputrain_tui.recipe.new_recipe import from_command
+from gputrain_tui.recipe.script_text import makes_group
 from gputrain_tui.recipe.shell_text import read_pasted_command
 
 PLAIN = "import os, torch\nfrom torch import nn\nfrom torchvision import datasets\n"
