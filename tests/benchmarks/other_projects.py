@@ -87,7 +87,7 @@ class Bits(Late):
     def find_spec(self, name, path=None, target=None):
         if name == "torch.nn.parallel":
             import torch
-            torch.manual_seed(1)  # what the script does not seed is another in each process
+            torch.default_generator.manual_seed(1)  # what the script does not seed is another in each process
         super().find_spec(name, path, target)
 
     def before(self, module, args):
