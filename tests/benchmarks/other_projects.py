@@ -209,6 +209,11 @@ PROJECTS = (
                 ("range(10)", "range({steps})"),
                 ("n_layers=10", "n_layers=2"),
                 ("batch_size = 32", "batch_size = 8"),
+                (  # it begins with whatever is in the memory of some parameters
+                    "model.to_empty(device=device)",
+                    "model.to_empty(device=device)\n"
+                    "        for each in model.parameters():\n            torch.nn.init.constant_(each, 0.01)",
+                ),
             )
         },
     ),
