@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from gputrain_tui.commands.shared_flags import RUN_HELP, add_ranks, chosen_ranks
+from gputrain_tui.history.lost_run import lost_text
 from gputrain_tui.history.run_folders import find
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle.stack_request import collect_stacks, recorded_stacks
@@ -51,7 +52,9 @@ def run(args: Namespace) -> int:
         others = f", and none of {ranks_text(silent)}" if groups and silent else ""
         print_message(f"{found.id} has ended ({found.state}); {recorded}{others}")
     elif silent:
-        print_message(f"no answer from {ranks_text(silent)}: ended, or its node agent or host does not answer")
+        lost = lost_text(found.dir, found.status)
+        why = f"{found.id} is lost: {lost}" if lost else "ended, or its node agent or host does not answer"
+        print_message(f"no answer from {ranks_text(silent)}: {why}")
     complete = not ended and not silent and all(group.threads for group in groups)
     return ExitCode.FINISHED if complete else ExitCode.FAILED
 

@@ -22,8 +22,8 @@ def _column(key: str, name: str, *, is_number: bool = True) -> FilterColumn[Entr
 
 
 def cause(entry: Entry) -> str:
-    """Return why a run failed, or else what stands of it, in one line; empty for any other run."""
-    return ((entry["message"] or "") if entry["state"] == "failed" else "") or entry["finding"] or ""
+    """Return why a run failed or is lost, or else what stands of it, in one line; empty for any other run."""
+    return ((entry["message"] or "") if entry["state"] in ("failed", "lost") else "") or entry["finding"] or ""
 
 
 def loss_cell(entry: Entry) -> str:

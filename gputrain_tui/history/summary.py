@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
+from gputrain_tui.history.lost_run import lost_text
 from gputrain_tui.history.notes import Notes, read_notes
 from gputrain_tui.history.record_tail import last_step, newest_loss_of, standing_findings
 from gputrain_tui.history.run_folders import Run, UnreadableRun
@@ -68,7 +69,7 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         "ended": status.ended,
         "duration_s": None if is_lost else elapsed_of(status, now),
         "exit_code": status.exit_code,
-        "message": status.message,
+        "message": status.message or lost_text(run.dir, status) or None,
         "tested": tested and {name: getattr(tested, name) for name in ("split", "weights_step", "loss", "metrics")},
         "note": notes.note or None,
         "tags": list(notes.tags),

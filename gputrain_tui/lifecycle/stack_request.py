@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
-from gputrain_tui.history.status_file import is_over
+from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.lifecycle.attempt_outcome import event_file_sizes
 from trainer.contract.errors import RecordError, RequestError
 from trainer.contract.record import NATIVE, RankStacks, RunDir, write_atomically
@@ -61,7 +61,9 @@ def collect_stacks(run: Run, ranks: Collection[int], *, native: bool = False) ->
             if not (missing and waited_s < TIMEOUT_S) and not (late and waited_s < NATIVE_TIMEOUT_S):
                 break
             time.sleep(POLL_S)
-            over = is_over(run.dir)
+            # The nodes of a lost run may go on; they answer without a supervisor.
+            status = read_status(run.dir)
+            over = status is None or status.status in ENDED
             for event in reader.poll():
                 if not isinstance(event, RankStacks) or event.request < request:
                     continue
