@@ -39,7 +39,10 @@ def run(args: Namespace) -> int:
     found = find(args.run)
     ranks = chosen_ranks(args, found, command="stacks") or list(range(found.status.world_size))
     ended = found.state in ENDED
-    answers = recorded_stacks(found, ranks) if ended else collect_stacks(found, ranks, native=args.native)
+    if ended:
+        answers, when = recorded_stacks(found, ranks)
+    else:
+        answers, when = collect_stacks(found, ranks, native=args.native), ""
     groups = group_stacks(answers)
     silent = sorted(set(ranks) - {answer.rank for answer in answers})
     if args.json:
@@ -48,7 +51,7 @@ def run(args: Namespace) -> int:
         shown = group_lines(groups, threads=args.threads)
         print("\n\n".join("\n".join(text for text, _ in lines) for lines in shown))
     if ended:
-        recorded = "these were recorded" if groups else "it has none in its record"
+        recorded = f"these were recorded {when}" if groups else "it has none in its record"
         others = f", and none of {ranks_text(silent)}" if groups and silent else ""
         print_message(f"{found.id} has ended ({found.state}); {recorded}{others}")
     elif silent:

@@ -18,7 +18,7 @@ MAX_NAME_CHARS = 60
 SUMMARY_KEYS = (
     "id", "state", "recipe", "world_size", "step", "loss", "valid", "lr", "tokens", "steps_per_s", "samples_per_s",
     "tokens_per_s", "mfu", "noise_scale", "started", "ended", "duration_s", "exit_code", "message", "tested", "note",
-    "tags", "run_dir", "metrics", "shares", "finding", "findings", "loss_is_nan",
+    "tags", "run_dir", "metrics", "shares", "finding", "findings", "loss_is_nan", "restarts",
 )  # fmt: skip
 """Keys of a summary, as ``gputrain runs --json`` prints them."""
 FINDING_KEYS = (
@@ -79,4 +79,5 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         "finding": run_mark(findings) or None,
         "findings": [{name: getattr(finding, name) for name in FINDING_KEYS} for finding in findings],
         "loss_is_nan": loss is None and loss_is_nan(findings),
+        "restarts": status.restarts,
     }

@@ -131,6 +131,11 @@ def _state(finding: Finding) -> str:
     return f"NaN{since}{on}"
 
 
+def restarts_text(restarts: int) -> str:
+    """Return the number of restarts as the end of a phrase, such as `` after 2 restarts``; empty for none."""
+    return f" after {restarts} restart{'s' * (restarts != 1)}" if restarts else ""
+
+
 def named_ranks(findings: Iterable[Finding]) -> set[int]:
     """Return the ranks that findings are about."""
     of_each = ([*finding.ranks, finding.rank] for finding in findings)

@@ -202,6 +202,16 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
         ('[train]\nscript = "t.py"\n[task]\nx = 1\n', "r.toml:3: task is for a task, but train.script runs a script"),
         ("[train\n", "r.toml:1: is not valid TOML: Expected ']' at the end of a table declaration"),
         ("a = 1\nb = 'x\n", "r.toml:2: is not valid TOML"),
+        (
+            "[cluster]\non_stall = stop  # now\n",
+            'r.toml:2: is not valid TOML: Invalid value; a text needs quotes: on_stall = "stop"',
+        ),
+        ("a = 1\nb = ~/x", 'r.toml:2: is not valid TOML: Invalid value; a text needs quotes: b = "~/x"'),
+        ('[train]\nscript = "t.py"\non_stall = "stop"\n', "r.toml:3: train.on_stall is not known; it belongs in [cluster]"),
+        (
+            '[cluster]\nmin_ranks = 5\n[train]\nscript = "t.py"\n',
+            "r.toml:2: cluster.min_ranks needs nodes on other hosts, started over ssh, but no node names a host",
+        ),
         ("a = 1\na = 2\n", "r.toml:2: is not valid TOML: Cannot overwrite a value"),
         ('{"train": {"task": "mnist",}\n}', "r.toml:1: is not valid JSON"),
         ("", "r.toml: train.task is missing"),
