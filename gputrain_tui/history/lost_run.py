@@ -28,5 +28,7 @@ def lost_text(run_dir: RunDir, status: Status) -> str:
         nodes = [is_alive(process) for process in read_json(run_dir.attempt, _decode).processes.values()]
     except RecordError:
         nodes = []
-    ranks = "but its ranks train on" if True in nodes else "its ranks may train on" if None in nodes else "with its ranks"
+    ranks = (
+        "but its ranks train on" if True in nodes else "its ranks may train on" if None in nodes else "with its ranks"
+    )
     return f"its supervisor was killed, {ranks}: `gputrain stop {run_dir.path.name}` takes it over and ends it"

@@ -23,7 +23,7 @@ def _column(key: str, name: str, *, is_number: bool = True) -> FilterColumn[Entr
 
 
 def cause(entry: Entry) -> str:
-    """Return why a run failed or is lost, or else what stands of it, and after how many restarts, in one line; empty for any other run."""
+    """Return after how many restarts, and why a run failed or is lost, or else what stands of it, in one line."""
     why = ((entry["message"] or "") if entry["state"] in ("failed", "lost") else "") or entry["finding"] or ""
     return ": ".join(filter(None, [restarts_text(entry["restarts"] or 0).lstrip(), why]))
 

@@ -85,7 +85,9 @@ class RunStatusWriter:
         """Write into the status and the record that another attempt begins, why, and what changes for it."""
         self._status.restarts += 1
         attempt, where = self._status.restarts, f" on {failure.host}" if failure.host else ""
-        cause = f"{failure_summary(failure)}{where}: {textwrap.shorten(failure.message, MAX_CAUSE_CHARS, placeholder=' …')}"
+        cause = (
+            f"{failure_summary(failure)}{where}: {textwrap.shorten(failure.message, MAX_CAUSE_CHARS, placeholder=' …')}"
+        )
         if where and failure.kind == "node_lost":
             cause = f"{failure.host} lost"
         self.record(

@@ -207,7 +207,10 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
             'r.toml:2: is not valid TOML: Invalid value; a text needs quotes: on_stall = "stop"',
         ),
         ("a = 1\nb = ~/x", 'r.toml:2: is not valid TOML: Invalid value; a text needs quotes: b = "~/x"'),
-        ('[train]\nscript = "t.py"\non_stall = "stop"\n', "r.toml:3: train.on_stall is not known; it belongs in [cluster]"),
+        (
+            '[train]\nscript = "t.py"\non_stall = "stop"\n',
+            "r.toml:3: train.on_stall is not known; it belongs in [cluster]",
+        ),
         (
             '[cluster]\nmin_ranks = 5\n[train]\nscript = "t.py"\n',
             "r.toml:2: cluster.min_ranks needs nodes on other hosts, started over ssh, but no node names a host",
