@@ -561,6 +561,7 @@ def test_a_recipe_sets_the_live_sinks(keys: str, report: ReportOptions) -> None:
         ("tensorbord = true", "r.toml:4: report.tensorbord is not known; did you mean 'tensorboard'?"),
         ("tensorboard = 3", "r.toml:4: report.tensorboard is 3, but must be text or true or false"),
         ('wandb = ""', "r.toml:4: report.wandb is '', but must be text"),
+        ('on_found = "true"', "r.toml:4: report.on_found is not known; did you mean 'on_end' or 'on_finding'?"),
         ("on_end = 1", 'r.toml:4: report.on_end is 1, but must be text: write "1" with its quotes'),
     ],
 )
