@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from gputrain_tui.commands.shared_flags import RUN_HELP, add_ranks, chosen_ranks
+from gputrain_tui.history.lost_run import lost_text
 from gputrain_tui.history.run_folders import find
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle.stack_request import collect_stacks, recorded_stacks
@@ -38,7 +39,10 @@ def run(args: Namespace) -> int:
     found = find(args.run)
     ranks = chosen_ranks(args, found, command="stacks") or list(range(found.status.world_size))
     ended = found.state in ENDED
-    answers = recorded_stacks(found, ranks) if ended else collect_stacks(found, ranks, native=args.native)
+    if ended:
+        answers, when = recorded_stacks(found, ranks)
+    else:
+        answers, when = collect_stacks(found, ranks, native=args.native), ""
     groups = group_stacks(answers)
     silent = sorted(set(ranks) - {answer.rank for answer in answers})
     if args.json:
@@ -47,11 +51,13 @@ def run(args: Namespace) -> int:
         shown = group_lines(groups, threads=args.threads)
         print("\n\n".join("\n".join(text for text, _ in lines) for lines in shown))
     if ended:
-        recorded = "these were recorded" if groups else "it has none in its record"
+        recorded = f"these were recorded {when}" if groups else "it has none in its record"
         others = f", and none of {ranks_text(silent)}" if groups and silent else ""
         print_message(f"{found.id} has ended ({found.state}); {recorded}{others}")
     elif silent:
-        print_message(f"no answer from {ranks_text(silent)}: ended, or its node agent or host does not answer")
+        lost = lost_text(found.dir, found.status)
+        why = f"{found.id} is lost: {lost}" if lost else "ended, or its node agent or host does not answer"
+        print_message(f"no answer from {ranks_text(silent)}: {why}")
     complete = not ended and not silent and all(group.threads for group in groups)
     return ExitCode.FINISHED if complete else ExitCode.FAILED
 

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from gputrain_tui.diagnosis.symptom import percent
 from gputrain_tui.state import RankView, RunState
+from gputrain_tui.state.finding_text import by_urgency
 from gputrain_tui.tables import ranks_text
 from trainer.contract.record import Event, Finding
 
@@ -53,7 +54,10 @@ def roll_up_with_members(
 
 
 def newest_findings(state: RunState) -> list[tuple[Finding, bool]]:
-    """Return each finding as it was last raised, rolled up, and whether it is still raised; those come first."""
+    """Return each finding as it was last raised, rolled up, and whether it is still raised.
+
+    Those come first, by urgency; then those that are over, in the order in which they were raised.
+    """
     return [(finding, stands) for finding, stands, _ in newest_findings_with_members(state)]
 
 
@@ -67,6 +71,8 @@ def newest_findings_with_members(state: RunState) -> list[tuple[Finding, bool, S
     entries: list[tuple[Finding, bool, Sequence[Finding]]] = []
     for stands in (True, False):
         listed = [finding for key, finding in newest.items() if (key in state.findings) == stands]
+        if stands:
+            listed.sort(key=by_urgency)
         entries += [(finding, stands, members) for finding, members in roll_up_with_members(listed, state.ranks)]
     return entries
 

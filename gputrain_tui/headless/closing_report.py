@@ -11,7 +11,7 @@ from gputrain_tui.headless.number_text import further_rates, loss_text, number, 
 from gputrain_tui.headless.progress import Piece, event_line, paint
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.figures import noise_text, run_throughput
-from gputrain_tui.state.finding_text import failure_words, run_mark
+from gputrain_tui.state.finding_text import failure_words, restarts_text, run_mark
 from gputrain_tui.state.share_changes import change_text
 from gputrain_tui.tables import TableColumn, duration, on_ranks, printable, table, width as cells
 from trainer.contract.outcome import RESTARTED
@@ -174,6 +174,7 @@ def status_line(state: RunState, *, status: str | None = None, elapsed_s: float 
     """
     elapsed_s = state.elapsed_s if elapsed_s is None else elapsed_s
     took = f" in {duration(elapsed_s)}" if elapsed_s is not None else ""
+    took += restarts_text(sum(finding.kind == RESTARTED for finding in state.past_findings))
     samples = sum(view.totals.samples for view in (*state.ranks.values(), *state.former.values()))
     status = status or state.status
     style = "alarm" if status == "failed" else "bold"

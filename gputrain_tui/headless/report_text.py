@@ -9,6 +9,7 @@ from gputrain_tui.headless.number_text import number, percent
 from gputrain_tui.headless.progress import Piece, wrapped
 from gputrain_tui.report.run_report import FindingReport, HostHardware, RunReport
 from gputrain_tui.state import RunState
+from gputrain_tui.state.finding_text import urgency
 from gputrain_tui.tables import TableColumn, cut, duration, size, table
 
 BAR_CELLS = 30
@@ -21,6 +22,8 @@ def report_lines(report: RunReport, state: RunState, width: int) -> list[list[Pi
     lines: list[list[Piece]] = [
         [(report.id, "bold"), ("  ", ""), *status_line(state, status=report.state, elapsed_s=report.duration_s)]
     ]
+    if report.state == "lost" and report.message:
+        lines += _wrapped(report.message, "alarm", width)
     lines += _wrapped(report.verdict.text, "alarm" if report.verdict.is_problem else "bold", width)
     if report.verdict.advice:
         lines += _wrapped(f"→ {report.verdict.advice}", "accent", width)
@@ -59,9 +62,9 @@ def _wrapped(text: str, style: str, width: int) -> list[list[Piece]]:
 
 
 def _finding_lines(report: RunReport, width: int) -> list[list[Piece]]:
-    """Return for each finding when it stood, and what it says; those that still stand first."""
+    """Return for each finding when it stood, and what it says; those that still stand first, by urgency."""
     severe = (each for each in report.findings if each.severity != "info")
-    ordered = sorted(severe, key=lambda each: each.cleared is not None)
+    ordered = sorted(severe, key=lambda each: (1,) if each.cleared else (0, *urgency(each.kind, each.severity)))
     lines: list[list[Piece]] = []
     for each in ordered[:MAX_LINES]:
         stands = each.cleared is None

@@ -7,6 +7,7 @@ from typing import Any
 
 from gputrain_tui.history.summary import UNREADABLE
 from gputrain_tui.row_filter import FilterColumn, RowFilter, Value
+from gputrain_tui.state.finding_text import restarts_text
 from gputrain_tui.tables import number
 from trainer.contract.errors import RequestError, nearest
 
@@ -22,8 +23,9 @@ def _column(key: str, name: str, *, is_number: bool = True) -> FilterColumn[Entr
 
 
 def cause(entry: Entry) -> str:
-    """Return why a run failed, or else what stands of it, in one line; empty for any other run."""
-    return ((entry["message"] or "") if entry["state"] == "failed" else "") or entry["finding"] or ""
+    """Return after how many restarts, and why a run failed or is lost, or else what stands of it, in one line."""
+    why = ((entry["message"] or "") if entry["state"] in ("failed", "lost") else "") or entry["finding"] or ""
+    return ": ".join(filter(None, [restarts_text(entry["restarts"] or 0).lstrip(), why]))
 
 
 def loss_cell(entry: Entry) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
+from gputrain_tui.history.lost_run import lost_text
 from gputrain_tui.history.notes import Notes, read_notes
 from gputrain_tui.history.record_tail import last_step, newest_loss_of, standing_findings
 from gputrain_tui.history.run_folders import Run, UnreadableRun
@@ -17,7 +18,7 @@ MAX_NAME_CHARS = 60
 SUMMARY_KEYS = (
     "id", "state", "recipe", "world_size", "step", "loss", "valid", "lr", "tokens", "steps_per_s", "samples_per_s",
     "tokens_per_s", "mfu", "noise_scale", "started", "ended", "duration_s", "exit_code", "message", "tested", "note",
-    "tags", "run_dir", "metrics", "shares", "finding", "findings", "loss_is_nan",
+    "tags", "run_dir", "metrics", "shares", "finding", "findings", "loss_is_nan", "restarts",
 )  # fmt: skip
 """Keys of a summary, as ``gputrain runs --json`` prints them."""
 FINDING_KEYS = (
@@ -68,7 +69,7 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         "ended": status.ended,
         "duration_s": None if is_lost else elapsed_of(status, now),
         "exit_code": status.exit_code,
-        "message": status.message,
+        "message": status.message or lost_text(run.dir, status) or None,
         "tested": tested and {name: getattr(tested, name) for name in ("split", "weights_step", "loss", "metrics")},
         "note": notes.note or None,
         "tags": list(notes.tags),
@@ -78,4 +79,5 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         "finding": run_mark(findings) or None,
         "findings": [{name: getattr(finding, name) for name in FINDING_KEYS} for finding in findings],
         "loss_is_nan": loss is None and loss_is_nan(findings),
+        "restarts": status.restarts,
     }

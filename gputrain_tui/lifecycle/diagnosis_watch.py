@@ -187,6 +187,7 @@ class RunDiagnosis(LiveDiagnosis):
         if len(answers) < len(self.state.ranks) and time.monotonic() < self._stacks_due:
             return None
         from gputrain_tui.lifecycle import restart  # imported only after a stall
+        from gputrain_tui.lifecycle.run_checkpoints import describe_newest
 
         options = self._options
         if (action := restart.on_stall(options)) == "report":
@@ -195,8 +196,7 @@ class RunDiagnosis(LiveDiagnosis):
         failure = _guarded(lambda: self.hang(timeout_s=options.stall_timeout, limit_s=limit_s))
         if failure is None:
             return None
-        saved = self.state.checkpoints[-1] if self.state.checkpoints else None
-        kept = "no checkpoint was saved" if saved is None else f"the newest checkpoint is that of step {saved.step}"
+        kept = describe_newest(self._dir, self.state.checkpoints[-1].step if self.state.checkpoints else None)
         ended = f'cluster.on_stall = "{action}" ended it; {kept}'
         return msgspec.structs.replace(failure, message=f"{failure.message}; {ended}")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from gputrain_tui.history.hardware_series import HardwareSeries
 from gputrain_tui.history.known_ranks import KnownRanks
 from gputrain_tui.history.log_times import LogTimes
+from gputrain_tui.history.lost_run import lost_text
 from gputrain_tui.history.metric_curves import MetricCurves
 from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.replay import replay
@@ -128,7 +129,8 @@ class LiveRun:
 
     @property
     def message(self) -> str | None:
-        return self._status.message
+        """Why the run failed or is lost, or which processes were left."""
+        return self._status.message or lost_text(self.run.dir, self._status) or None
 
     @property
     def record_gap(self) -> str:

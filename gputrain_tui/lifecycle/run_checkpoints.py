@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +116,12 @@ def evaluated_checkpoint(run_dir: RunDir) -> str:
     return str(recorded_table(run_dir, "train").get("eval_only", ""))
 
 
+def runs_script(run_dir: RunDir) -> bool:
+    """Whether the ranks of a run are a script's: its checkpoints are its own, and in no record."""
+    train = recorded_table(run_dir, "train")
+    return bool(train.get("script") or train.get("module"))
+
+
 def recorded_table(run_dir: RunDir, name: str) -> dict[str, Any]:
     """Return a table of a run's recipe; an empty one if there is none, or the recipe cannot be read."""
     try:
@@ -161,10 +168,21 @@ def _file_of(run: Run, name: str) -> ChosenCheckpoint:
     )
 
 
+def describe_newest(run_dir: RunDir, step: int | None) -> str:
+    """Return which checkpoint an attempt that was ended leaves; ``step``: of the newest one on record."""
+    if step is not None:
+        return f"the newest checkpoint is that of step {step}"
+    return "the checkpoints of a script are its own" if runs_script(run_dir) else "no checkpoint was saved"
+
+
 def describe_missing_checkpoint(run: Run) -> str:
     """Return one line for a run without a checkpoint: why, if it ran a script, or the last one, if that was deleted."""
-    if recorded_table(run.dir, "train").get("script") or recorded_table(run.dir, "train").get("module"):
-        return f"{run.id} ran a script, which keeps checkpoints of its own: start it again with its option for them"
+    if runs_script(run.dir):
+        again = shlex.join(["gputrain", "run", str(run.dir.recipe)])
+        return (
+            f"{run.id} ran a script, which keeps checkpoints of its own: {again} starts it again, in the same folder; "
+            "the script must find its checkpoint by itself, or by its option for it in train.args"
+        )
     last = next(iter(recorded_checkpoints(run.dir)[-1:]), None)
     where = ""
     if last is not None:

@@ -29,6 +29,9 @@ from trainer.host.process_identity import identify
 METRICS_INTERVAL_S = 5.0
 """Seconds between two writes of the user's own metrics, which change with every step."""
 
+MAX_CAUSE_CHARS = 300
+"""Characters to which the cause of a restart is cut: a hang's, with what ended it, is whole."""
+
 
 class RunStatusWriter:
     """Writer of a run's status and own events; used by its supervisor, or by the holder of its lock."""
@@ -82,7 +85,9 @@ class RunStatusWriter:
         """Write into the status and the record that another attempt begins, why, and what changes for it."""
         self._status.restarts += 1
         attempt, where = self._status.restarts, f" on {failure.host}" if failure.host else ""
-        cause = f"{failure_summary(failure)}{where}: {textwrap.shorten(failure.message, 120, placeholder=' …')}"
+        cause = (
+            f"{failure_summary(failure)}{where}: {textwrap.shorten(failure.message, MAX_CAUSE_CHARS, placeholder=' …')}"
+        )
         if where and failure.kind == "node_lost":
             cause = f"{failure.host} lost"
         self.record(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
-from gputrain_tui.history.status_file import is_over
+from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.lifecycle.attempt_outcome import event_file_sizes
 from trainer.contract.errors import RecordError, RequestError
-from trainer.contract.record import NATIVE, RankStacks, RunDir, write_atomically
+from trainer.contract.outcome import RESTARTED
+from trainer.contract.record import NATIVE, Finding, RankStacks, RunDir, write_atomically
 
 TIMEOUT_S = 5.0
 """Time for all answers: a second each for supervisor and node agent, then twice the time of a rank."""
@@ -61,7 +62,9 @@ def collect_stacks(run: Run, ranks: Collection[int], *, native: bool = False) ->
             if not (missing and waited_s < TIMEOUT_S) and not (late and waited_s < NATIVE_TIMEOUT_S):
                 break
             time.sleep(POLL_S)
-            over = is_over(run.dir)
+            # The nodes of a lost run may go on; they answer without a supervisor.
+            status = read_status(run.dir)
+            over = status is None or status.status in ENDED
             for event in reader.poll():
                 if not isinstance(event, RankStacks) or event.request < request:
                     continue
@@ -75,21 +78,37 @@ def collect_stacks(run: Run, ranks: Collection[int], *, native: bool = False) ->
         reader.close()
 
 
-def recorded_stacks(run: Run, ranks: Collection[int]) -> list[RankStacks]:
-    """Return the newest recorded stacks of each rank of an ended run.
+def recorded_stacks(run: Run, ranks: Collection[int]) -> tuple[list[RankStacks], str]:
+    """Return the newest recorded stacks of each rank of an ended run, and when they were recorded.
+
+    That is a text, such as ``at 2026-11-28 13:05:10, in attempt 2 of 3``; empty without any.
 
     Raises:
         RecordError: the record cannot be read.
     """
     reader = RunReader(run.dir)
     answers: dict[int, RankStacks] = {}
+    restarts: list[float] = []
     try:
         while events := reader.poll():
             for event in events:
+                if isinstance(event, Finding) and event.kind == RESTARTED:
+                    restarts.append(event.time)
                 if isinstance(event, RankStacks) and event.request >= getattr(answers.get(event.rank), "request", ""):
                     answers[event.rank] = event
     except OSError as error:
         raise RecordError(f"{run.dir.events} cannot be read: {error.strerror}") from None
     finally:
         reader.close()
-    return [answers[rank] for rank in sorted(answers.keys() & set(ranks))]
+    chosen = [answers[rank] for rank in sorted(answers.keys() & set(ranks))]
+    return chosen, _recorded_when([answer.time for answer in chosen], restarts)
+
+
+def _recorded_when(times: Sequence[float], restarts: Sequence[float]) -> str:
+    if not times:
+        return ""
+    first, last = (time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each)) for each in (min(times), max(times)))
+    at = f"at {first}" if first == last else f"from {first} to {last}"
+    attempts = sorted({1 + sum(restart < each for restart in restarts) for each in times})
+    named = f"attempt{'s' * (len(attempts) > 1)} {' and '.join(map(str, attempts))} of {len(restarts) + 1}"
+    return f"{at}, in {named}" if restarts else at

@@ -141,7 +141,7 @@ def _has_all_outcomes(run_dir: RunDir) -> bool:
 
 def _report(run: Run, left: list[int], *, was_over: bool, complete: bool = True) -> str:
     if was_over:
-        how = f"was {run.state} already"
+        how = f"{'was' if run.state == 'stopped' else 'has'} {run.state} already"
     elif run.state == "failed" and run.status.message:
         how = f"has failed: {run.status.message}"
     else:

@@ -343,10 +343,10 @@ def _check_min_ranks(recipe: Recipe, run: Plan) -> None:
     least, where = recipe.cluster.min_ranks, recipe.where("cluster", "min_ranks")
     if least is None:
         return
-    if least > run.world_size:
-        raise RequestError(f"{where} is {least}, but the run has {run.world_size} ranks: give 1 to {run.world_size}")
     if run.launcher != "ssh":
         raise RequestError(f"{where} needs nodes on other hosts, started over ssh, but the launcher is {run.launcher}")
+    if least > run.world_size:
+        raise RequestError(f"{where} is {least}, but the run has {run.world_size} ranks: give 1 to {run.world_size}")
 
 
 def _environment(

@@ -207,6 +207,8 @@ def _check_restart_keys(cluster: Cluster, slurm: SlurmOptions | None, source: So
             raise RequestError(
                 f'{where} needs cluster.launcher = "ssh", but it is "{launcher}": change it, or remove {name}'
             )
+        if not any(node.host for node in cluster.nodes):
+            raise RequestError(f"{where} needs nodes on other hosts, started over ssh, but no node names a host")
         if not cluster.max_restarts:
             raise RequestError(f"{where} is used at a restart, but cluster.max_restarts is 0: set it to 1 or more")
 
@@ -272,7 +274,8 @@ def _train(source: Source) -> tuple[Training, Distributed, Script | None]:
             raise RequestError(f"{where} is computed; {COMPUTED_FLAGS[key]}")
         if key in Distributed.__struct_fields__:
             raise RequestError(f"{where} is computed for every node; remove it")
-        hint = _task_table_hint(table.get("task"), key) or _seed_hint(key) or nearest(key, known)
+        hint = "; it belongs in [cluster]" if key in CLUSTER_KEYS else ""
+        hint = hint or _task_table_hint(table.get("task"), key) or _seed_hint(key) or nearest(key, known)
         raise RequestError(f"{where} is not known{hint}")
 
     def options(schema: type[S], names: Sequence[str]) -> S:

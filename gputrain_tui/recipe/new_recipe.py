@@ -46,6 +46,7 @@ REPORT = """\
 # [report]                # other places to report the run to
 # tensorboard = true      # event files in the run directory; or a folder, such as "runs"
 # wandb = "project"
+# on_finding = "echo $GPUTRAIN_FINDING_KIND $GPUTRAIN_FINDING_MESSAGE"  # when something is found, or over
 # on_end = "echo $GPUTRAIN_RUN_NAME $GPUTRAIN_RUN_STATUS"  # a shell command at the end
 """
 

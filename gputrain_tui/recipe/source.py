@@ -159,7 +159,10 @@ def _toml(text: str, name: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         message, line = str(error), ""
         if match := re.fullmatch(r"(.*) \(at (?:line (\d+), column \d+|end of document)\)", message, re.DOTALL):
-            message, line = match[1], f"{match[2] or text.rstrip().count(chr(10)) + 1}:"
+            number = int(match[2] or text.rstrip().count("\n") + 1)
+            message, line = match[1], f"{number}:"
+            if message == "Invalid value" and (bare := _BARE_TEXT.fullmatch(text.split("\n")[number - 1])):
+                message += f'; a text needs quotes: {bare[1]} = "{bare[2]}"'
         script = f"; for a script: gputrain init -- torchrun {name}" if name.endswith((".py", ".sh")) else ""
         raise RequestError(f"{name}:{line} is not valid TOML: {' '.join(message.split())}{script}") from None
 
@@ -187,6 +190,7 @@ def _json(text: str, name: str) -> dict[str, Any]:
     return data
 
 
+_BARE_TEXT = re.compile(r"""\s*([\w.-]+)\s*=\s*(?!(?i:true|false)\b)([A-Za-z_./~][^\s"'#]{,80})\s*(?:\#.*)?""")
 _TOKEN = re.compile(
     r"""
     (?P<skip>[ \t\r]+|\#[^\n]*)

@@ -10,7 +10,7 @@ import msgspec
 from gputrain_tui.diagnosis.roll_up import newest_findings
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.figures import mean_phase_ms, mean_share
-from gputrain_tui.state.finding_text import by_urgency, failure_summary, failure_words
+from gputrain_tui.state.finding_text import failure_summary, failure_words
 from gputrain_tui.state.totals import PHASES, Totals
 from trainer.contract.outcome import RESTARTED
 from trainer.contract.record import Finding, NodeSample
@@ -245,7 +245,7 @@ def verdict(state: RunState, status: str) -> Verdict:
         )
     lasting = [each for each, stands in newest_findings(state) if each.severity != "info" and stands]
     if lasting:
-        worst = min(lasting, key=by_urgency)
+        worst = lasting[0]
         return Verdict(
             kind=worst.kind,
             text=worst.message,

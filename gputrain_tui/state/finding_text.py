@@ -21,6 +21,8 @@ def failure_words(failure: Failure) -> str:
 
 SEVERITIES = ("critical", "warning", "info")
 """From the most urgent one."""
+FIRST_KINDS = ("stalled", "host_silent", "non_finite", "desync", "record_incomplete")
+"""Kinds that come before those that only slow a run: it stands still, learns nothing, or its figures are partial."""
 CAUSES = {
     "data": "data loading",
     "h2d": "copying batches",
@@ -96,17 +98,15 @@ def failure_summary(failure: Failure) -> str:
     return who + failure_words(failure) + at
 
 
-def by_urgency(finding: Finding) -> tuple[int, bool, float]:
-    """Return a sort key of findings: the most severe first; of equals, a gap of the record, then the slowest rank.
-
-    Every other figure is one of the recorded part only.
-    """
-    return urgency(finding.severity), finding.kind != "record_incomplete", -finding.evidence.get("excess_ms", 0.0)
+def by_urgency(finding: Finding) -> tuple[bool, int, int, float]:
+    """Return the sort key of findings in every view: ``urgency``, and of equals the slowest rank first."""
+    return *urgency(finding.kind, finding.severity), -finding.evidence.get("excess_ms", 0.0)
 
 
-def urgency(severity: str) -> int:
-    """Return the place of a severity, the most urgent one first."""
-    return SEVERITIES.index(severity) if severity in SEVERITIES else 1
+def urgency(kind: str, severity: str) -> tuple[bool, int, int]:
+    """Return the place of a finding: what stops a run before what slows it, then by severity; ``info`` comes last."""
+    first = FIRST_KINDS.index(kind) if kind in FIRST_KINDS else len(FIRST_KINDS)
+    return severity == "info", first, SEVERITIES.index(severity) if severity in SEVERITIES else 1
 
 
 def marking(findings: Iterable[Finding]) -> list[Finding]:
@@ -129,6 +129,11 @@ def _state(finding: Finding) -> str:
     since = f" since step {finding.step:,}" if finding.step is not None else ""
     on = f" on {ranks_text(finding.ranks or [finding.rank])}" if finding.rank is not None else ""
     return f"NaN{since}{on}"
+
+
+def restarts_text(restarts: int) -> str:
+    """Return the number of restarts as the end of a phrase, such as `` after 2 restarts``; empty for none."""
+    return f" after {restarts} restart{'s' * (restarts != 1)}" if restarts else ""
 
 
 def named_ranks(findings: Iterable[Finding]) -> set[int]:

@@ -5,18 +5,24 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Literal
 
 from gputrain_tui.tables import ranks_text
 from trainer.contract.record import CodeFrame, Collective, RankStacks, ThreadStack
 
+LOADER_FILE = "torch/utils/data/dataloader.py"
 WAITS = {
     "trainer/telemetry/comm_hook.py": "synchronising gradients",
     "torch/distributed/distributed_c10d.py": "in {}",
-    "torch/utils/data/dataloader.py": "waiting for a batch of the DataLoader",
+    LOADER_FILE: "waiting for a batch of the DataLoader",
     "torch/cuda/__init__.py": "waiting for the GPU",
 }
 """File of a library to what a thread in it does; ``{}`` is a public function of the file."""
+UNSEEN_WORKERS = (
+    "the worker processes of the DataLoader are not shown: num_workers = 0 reads in the rank itself; "
+    "`py-spy dump --pid N` shows one of `pgrep -P {pid}`"
+)
 _FOLDER = re.compile(r".*/(?:site-packages|dist-packages|python3\.\d+)/")
 
 
@@ -38,6 +44,8 @@ class StackGroup:
     """Stacks with native frames of the first of these ranks that has them."""
     native_problem: str = ""
     """Why there are none, where they were asked for."""
+    pid: int | None = None
+    """Process of the first of these ranks."""
 
     @property
     def line(self) -> str:
@@ -67,6 +75,12 @@ def waits_for(frames: Iterable[CodeFrame]) -> str:
             if frame.file.endswith(file) and not frame.function.startswith("_" if "{}" in text else "\0"):
                 return text.format(frame.function)
     return ""
+
+
+def waits_for_worker(frames: Iterable[CodeFrame]) -> bool:
+    """Whether a thread waits for a worker process of a DataLoader, whose stack is not in the answer."""
+    outside = takewhile(lambda frame: not frame.user, frames)
+    return any(frame.function == "_get_data" and frame.file.endswith(LOADER_FILE) for frame in outside)
 
 
 def group_stacks(answers: Iterable[RankStacks]) -> list[StackGroup]:
@@ -101,6 +115,7 @@ def _group(answers: Sequence[RankStacks]) -> StackGroup:
         collectives=sorted(by_last.values(), key=lambda each: (each[1][-1].number, each[0])),
         native=with_native.native,
         native_problem=with_native.native_problem,
+        pid=first.pid,
     )
 
 
@@ -135,6 +150,8 @@ def group_lines(
                 lines.append((f"  {thread.name}", "note"))
             for frame in thread.frames:
                 lines.append((f"  {'>' if frame.user else ' '} {frame_text(frame)}", "user" if frame.user else "call"))
+        if shown and waits_for_worker(shown[0].frames):
+            lines.append((f"  {UNSEEN_WORKERS.format(pid=group.pid or 'PID')}", "note"))
         if group.native_problem:
             lines.append((f"  no native frames: {group.native_problem}", "note"))
         for ranks, last in group.collectives[:most_sets]:

@@ -94,6 +94,34 @@ def test_a_successor_that_waits_ends_with_its_run(bench: Bench) -> None:
     assert successors_of(run) == []
 
 
+def test_of_a_lost_run_whose_ranks_train_on_the_command_that_ends_it_is_named_and_stacks_are_printed(
+    bench: Bench,
+) -> None:
+    run = bench.train_detached(bench.torch_free_recipe())
+    until(lambda: successors_of(run))
+    supervisors = [*successors_of(run), supervisor_pid(run)]
+    node = leftovers.processes_of(run.dir.path)
+    for pid in supervisors:  # the successor first
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: bench.runs()[0].state == "lost")
+    told = f"its supervisor was killed, but its ranks train on: `gputrain stop {run.id}` takes it over and ends it"
+    (entry,) = json.loads(bench.call("runs", "--json").stdout)
+    assert (entry["state"], entry["message"]) == ("lost", told)
+    assert "its supervisor was killed, but its ranks train on: `gputrain stop" in bench.call("runs").stdout
+    assert told in " ".join(bench.call("report", run.id).stdout.split())
+    stacks = bench.call("stacks", run.id)
+    assert (stacks.returncode, stacks.stderr) == (0, ""), stacks.stdout
+    for pid in node:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    until(lambda: not leftovers.processes_of(run.dir.path))
+    told = f"its supervisor was killed, with its ranks: `gputrain stop {run.id}` takes it over and ends it"
+    stacks = bench.call("stacks", run.id)
+    assert (stacks.returncode, stacks.stdout) == (1, "")
+    assert f"{run.id} is lost: {told}" in stacks.stderr
+    assert bench.call("stop", run.id).returncode == 0
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     bench = Bench(tmp_path_factory.mktemp("ended"))

@@ -370,7 +370,7 @@ def test_a_run_that_failed_without_its_supervisor_has_failed_when_it_is_stopped(
     status = read_status(run.dir)
     assert status is not None
     assert (status.status, status.exit_code, status.message) == ("failed", 1, "ValueError: bad batch")
-    assert stop(run).stdout == f"{run.id} was failed already; processes left: none\n"
+    assert stop(run).stdout == f"{run.id} has failed already; processes left: none\n"
 
 
 def test_a_failure_that_was_recorded_before_the_stop_is_the_end_of_the_run(make_run: MakeRun) -> None:

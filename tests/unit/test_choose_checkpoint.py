@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import run_dirs
 
-from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint
+from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint, describe_newest
 from trainer.contract.errors import RequestError
-from trainer.contract.record import Checkpoint, encode_event
+from trainer.contract.record import Checkpoint, RunDir, encode_event
 
 
 @pytest.fixture
@@ -90,8 +90,28 @@ def test_a_run_that_was_stopped_before_its_first_step_names_the_run_that_it_was_
         choose_checkpoint(run, None)
 
 
-def test_a_run_of_a_script_has_no_checkpoint_of_gputrain(home: Path) -> None:
+def test_of_a_run_of_a_script_the_command_is_named_that_starts_it_again(home: Path) -> None:
     run = make_run(home, own="", elsewhere="", recorded="")
     (home / "home" / "runs" / run / "recipe.toml").write_text('[train]\nscript = "/work/train.py"\n')
-    with pytest.raises(RequestError, match=f"{run} ran a script, which keeps checkpoints of its own: start it again"):
+    with pytest.raises(RequestError) as refused:
         choose_checkpoint(run, None)
+    again = f"gputrain run {home / 'home' / 'runs' / run / 'recipe.toml'} starts it again, in the same folder; "
+    assert f"{run} ran a script, which keeps checkpoints of its own: {again}" in str(refused.value)
+    assert "the script must find its checkpoint by itself" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("train", "step", "kept"),
+    [
+        ('task = "demo"', 8, "the newest checkpoint is that of step 8"),
+        ('task = "demo"', None, "no checkpoint was saved"),
+        ('script = "train.py"', None, "the checkpoints of a script are its own"),
+        ('script = "package.train"\nmodule = true', None, "the checkpoints of a script are its own"),
+    ],
+)
+def test_of_a_script_that_is_ended_no_checkpoint_is_said_to_be_missing(
+    home: Path, train: str, step: int | None, kept: str
+) -> None:
+    run = RunDir(home / "home" / "runs" / make_run(home, own="", elsewhere="", recorded=""))
+    run.recipe.write_text(f"[train]\n{train}\n")
+    assert describe_newest(run, step) == kept

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from made_runs import make_run
 from manual_clock import ManualClock
 from row_texts import row_text
 
@@ -22,6 +23,8 @@ from gputrain_tui.headless.progress import (
     progress_line,
     wrapped,
 )
+from gputrain_tui.history.run_columns import cause
+from gputrain_tui.history.summary import summarize
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import ranks_text
 from trainer.contract.record import (
@@ -206,6 +209,18 @@ def test_the_closing_table_has_evaluation_desync_check_checkpoint_and_sample(tmp
         "  │ ␛[2Jself",
     ]
     assert paint(status_line(state), colour=False) == "finished in 9 s, 120 steps, 7,680 samples"
+
+
+def test_the_closing_line_and_the_list_of_runs_name_the_restarts(tmp_path: Path) -> None:
+    state = trained()
+    for attempt in (1, 2):
+        state.apply(Finding(time=state.time, kind="restarted", severity="info", message=f"attempt {attempt} ended"))
+    state.apply(RunEnded(time=state.time, status="finished", exit_code=0))
+    assert " after 2 restarts, 120 steps" in paint(status_line(state), colour=False)
+    run = make_run(tmp_path, status="finished", restarts=1)
+    assert cause(summarize(run, now=0.0)) == "after 1 restart"
+    run = make_run(tmp_path, status="failed", restarts=2, message="rank 1 hangs")
+    assert cause(summarize(run, now=0.0)) == "after 2 restarts: rank 1 hangs"
 
 
 def test_figures_of_an_incomplete_record_are_called_those_of_the_recorded_part() -> None:

@@ -32,6 +32,7 @@ PARTS = 6
 """Tests that the mutations are divided into, for as many workers."""
 
 LM = {"train": {"task": "lm", "max_epochs": 1}, "task": {"data": "stdlib"}}
+HOST_NODE = {"ranks": 1, "host": "n1"}
 RULES: list[tuple[str, dict[str, Any], str]] = [
     (
         "train",
@@ -79,10 +80,12 @@ RULES: list[tuple[str, dict[str, Any], str]] = [
     ("train", {"checkpoint_run": "x"}, r"train\.checkpoint_run needs train\.resume or train\.eval_only"),
     ("train", {"eval_only": "x", "eval_split": "test"}, r"train\.eval_split is \w+, but the task has no such split"),
     ("cluster", {"on_stall": "restart"}, r"cluster\.on_stall is \"restart\", but cluster\.max_restarts is 0"),
-    ("cluster", {"spare": "h", "max_restarts": 0}, r"cluster\.spare is used at a restart, but cluster\.max_restarts"),
+    ("cluster", {"spare": "h", "nodes": [HOST_NODE], "max_restarts": 0}, r"cluster\.spare is used at a restart"),
+    ("cluster", {"spare": "h", "max_restarts": 0}, r"cluster\.spare needs nodes on other hosts"),
     ("cluster", {"spare": ["h", "h"], "max_restarts": 1}, r"cluster\.spare has '.*', which is (named twice|a node)"),
     ("cluster", {"spare": "h", "launcher": "local"}, r"cluster\.spare needs cluster\.launcher = \"ssh\", but it is"),
-    ("cluster", {"min_ranks": 1, "max_restarts": 0}, r"cluster\.min_ranks is used at a restart, but cluster\.max_"),
+    ("cluster", {"min_ranks": 1, "nodes": [HOST_NODE], "max_restarts": 0}, r"cluster\.min_ranks is used at a rest"),
+    ("cluster", {"min_ranks": 1, "max_restarts": 0}, r"cluster\.min_ranks needs nodes on other hosts"),
     ("cluster", {"min_ranks": 1, "launcher": "local"}, r"cluster\.min_ranks needs cluster\.launcher = \"ssh\", but"),
     ("train", {"required_batch_size_multiple": 2}, r"train\.required_batch_size_multiple cuts the batches"),
     ("train", {"batch_size": [1, 2], "max_tokens": 9}, r"train\.batch_size has \d+ values, but train\.max_tokens"),
@@ -281,7 +284,7 @@ def test_what_the_loader_alone_refuses_is_so(table: str, keys: dict[str, Any], r
         data |= {"train": {"task": "docnn"}, "task": {"train_path": "x"}}
     elif keys.get("task") == "mnist":
         data["task"] = {"data": "x"}
-    elif "nodes" in keys:
+    elif "nodes" in keys and "max_restarts" not in keys:
         data["slurm"] = {"nodes": 3}
     data.setdefault(table if table != "docnn" else "task", {}).update(keys)
     VALIDATOR.validate(data)

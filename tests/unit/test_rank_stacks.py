@@ -83,3 +83,21 @@ def test_native_frames_or_their_lack_are_shown(native: list[ThreadStack], proble
     (lines,) = group_lines(groups, threads=False)
     assert expected in [text for text, _ in lines]
     assert groups[0].line == ("train.py:5 in step" if native else "")
+
+
+@pytest.mark.parametrize(
+    ("frames", "is_said"),
+    [
+        ([CodeFrame(LOADER, 1464, "_get_data"), CodeFrame(LOADER, 1505, "_next_data"), user(20)], True),
+        ([user(9, "__getitem__"), CodeFrame(LOADER, 700, "_next_data"), user(20)], False),
+        ([CodeFrame(C10D, 1, "barrier"), user(5), CodeFrame(LOADER, 1464, "_get_data")], False),
+    ],
+)
+def test_a_rank_that_waits_for_a_loader_worker_says_that_the_worker_is_not_shown_and_how_to_see_it(
+    frames: list[CodeFrame], is_said: bool
+) -> None:
+    stacks = RankStacks(time=1.0, rank=1, request="1", pid=4711, threads=[ThreadStack("MainThread", frames)])
+    (lines,) = group_lines(group_stacks([stacks]), threads=False)
+    said = [text for text, _ in lines if "worker processes of the DataLoader are not shown" in text]
+    assert len(said) == is_said
+    assert all(text.endswith("`py-spy dump --pid N` shows one of `pgrep -P 4711`") for text in said)

@@ -202,6 +202,19 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
         ('[train]\nscript = "t.py"\n[task]\nx = 1\n', "r.toml:3: task is for a task, but train.script runs a script"),
         ("[train\n", "r.toml:1: is not valid TOML: Expected ']' at the end of a table declaration"),
         ("a = 1\nb = 'x\n", "r.toml:2: is not valid TOML"),
+        (
+            "[cluster]\non_stall = stop  # now\n",
+            'r.toml:2: is not valid TOML: Invalid value; a text needs quotes: on_stall = "stop"',
+        ),
+        ("a = 1\nb = ~/x", 'r.toml:2: is not valid TOML: Invalid value; a text needs quotes: b = "~/x"'),
+        (
+            '[train]\nscript = "t.py"\non_stall = "stop"\n',
+            "r.toml:3: train.on_stall is not known; it belongs in [cluster]",
+        ),
+        (
+            '[cluster]\nmin_ranks = 5\n[train]\nscript = "t.py"\n',
+            "r.toml:2: cluster.min_ranks needs nodes on other hosts, started over ssh, but no node names a host",
+        ),
         ("a = 1\na = 2\n", "r.toml:2: is not valid TOML: Cannot overwrite a value"),
         ('{"train": {"task": "mnist",}\n}', "r.toml:1: is not valid JSON"),
         ("", "r.toml: train.task is missing"),
@@ -548,6 +561,7 @@ def test_a_recipe_sets_the_live_sinks(keys: str, report: ReportOptions) -> None:
         ("tensorbord = true", "r.toml:4: report.tensorbord is not known; did you mean 'tensorboard'?"),
         ("tensorboard = 3", "r.toml:4: report.tensorboard is 3, but must be text or true or false"),
         ('wandb = ""', "r.toml:4: report.wandb is '', but must be text"),
+        ('on_found = "true"', "r.toml:4: report.on_found is not known; did you mean 'on_end' or 'on_finding'?"),
         ("on_end = 1", 'r.toml:4: report.on_end is 1, but must be text: write "1" with its quotes'),
     ],
 )

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from test_diagnosis import SimulatedRun, Slow, balanced, late
 
 from gputrain_tui.console.widgets.findings import finding_entries
+from gputrain_tui.console.widgets.run_header import run_condition
 from gputrain_tui.diagnosis import HISTORY
 from gputrain_tui.diagnosis.roll_up import roll_up
 from gputrain_tui.headless.closing_report import status_line
@@ -87,6 +88,15 @@ def growing(run: SimulatedRun) -> None:
         run.state.apply(NodeSample(time=run.now, node=1, host="node1", ranks=ranks, **memory))
 
 
+def hanging_after_it_was_slow(run: SimulatedRun) -> None:
+    """Rank 2's data is late in each step, which is critical as well; then rank 1 hangs."""
+    run.steps(120, late(2, data=30.0))
+    (slow,) = run.state.findings.values()
+    assert (slow.kind, slow.severity) == ("straggler", "critical")
+    event = Finding(time=run.now, kind="stalled", severity="critical", rank=1, cause="other", message="rank 1 hangs")
+    run.state.apply(event)
+
+
 SCENES: dict[str, tuple[Simulate, float, tuple[str, int | None, str | None]]] = {
     **{
         part: (steps(late(2, **{part: 30.0})), 3.0, ("straggler", 2, part))
@@ -96,6 +106,7 @@ SCENES: dict[str, tuple[Simulate, float, tuple[str, int | None, str | None]]] = 
     "data of all ranks": (steps(lambda _step, _rank: {"data": 60.0}), 3.0, ("input_bound", None, "data")),
     "the network": (steps(balanced), 120.0, ("communication_bound", None, "communication")),
     "memory": (growing, 3.0, ("memory_creep", 2, "process")),
+    "a stall after another finding": (hanging_after_it_was_slow, 3.0, ("stalled", 1, "other")),
 }
 
 
@@ -121,7 +132,9 @@ def test_all_faces_name_the_same_rank_and_cause(scene: str, tmp_path: Path) -> N
     entry = summarize(run, now=0.0)
     (listed,) = (each for each in entry["findings"] if each["kind"] == kind)
     assert (listed["rank"], listed["cause"]) == (rank, cause), "runs --json"
-    assert first.short in entry["finding"]
+    assert entry["finding"].startswith(first.short)
+    assert entry["findings"][0] == listed
+    assert first.short in "".join(text for text, _ in run_condition(live.state)[0]), "the console's header"
     assert entry["finding"] in "".join(text for text, _ in status_line(live.state)), "the closing line"
     for other in report.ranks:
         assert (kind in other.findings) == (other.rank == rank), "the table of ranks"

@@ -13,6 +13,7 @@ from gputrain_tui.console.widgets.canvas import SCROLL_KEYS, Copyable
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.run_header import RunHeader
 from gputrain_tui.console.widgets.stack_view import GroupsView
+from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle.stack_request import TIMEOUT_S, request_stacks
 from gputrain_tui.state.rank_stacks import group_stacks
 from gputrain_tui.tables import ranks_text
@@ -50,7 +51,7 @@ class StacksScreen(ConsoleScreen):
     def action_ask(self) -> None:
         """Ask all ranks; of an ended run, show what its record has."""
         self._request = self._problem = ""
-        if not self.live.over:
+        if self.live.status not in ENDED:  # the nodes of a lost run may go on
             try:
                 self._request = request_stacks(self.live.run.dir)
             except OSError as error:
@@ -82,9 +83,10 @@ class StacksScreen(ConsoleScreen):
         at = time.strftime("%H:%M:%S", time.localtime(int(self._request) / 1e9))
         if not silent:
             return f"{answered} of {answered} ranks at {at}"
-        if not self.live.over and time.monotonic() - self._requested_at < TIMEOUT_S:
+        if self.live.status not in ENDED and time.monotonic() - self._requested_at < TIMEOUT_S:
             return f"asked at {at}; {answered} of {answered + len(silent)} have answered"
-        return f"no answer from {ranks_text(silent)}: ended, or its node agent or host does not answer"
+        lost = self.live.message if self.live.status == "lost" else ""
+        return f"no answer from {ranks_text(silent)}: {lost or 'ended, or its node agent or host does not answer'}"
 
     def action_threads(self) -> None:
         self.query_one(GroupsView).toggle_threads()

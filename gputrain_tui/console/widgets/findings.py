@@ -26,6 +26,8 @@ from trainer.contract.record import Failure, Finding, ShareChange
 
 NARROW_CELLS = 56
 """Cells of a panel below which a message begins on a line of its own, if the lines suffice."""
+FAILURE = "failure"
+"""First part of the key of a failure, which comes before any finding."""
 SHARES = "shares"
 """First part of the key of a change of the ranks' shares, which is listed and is no finding."""
 DETAIL_INDENT_CELLS = 3
@@ -60,7 +62,7 @@ class FindingEntry:
 def finding_entries(state: RunState) -> list[FindingEntry]:
     """Return findings, failures and changes of the ranks' shares, each once.
 
-    Standing ones come by severity, then cleared ones; the newest first.
+    Failures come first, then standing findings by urgency, then cleared ones; of equals the newest first.
     """
     cause = state.root_cause
     others = [failure for failure in state.failures if failure != cause]
@@ -77,9 +79,10 @@ def finding_entries(state: RunState) -> list[FindingEntry]:
     return sorted(entries, key=_order)
 
 
-def _order(entry: FindingEntry) -> tuple[bool, int, float, int]:
-    rank = entry.rank if entry.rank is not None else -1
-    return entry.cleared, 0 if entry.cleared else urgency(entry.severity), -entry.time, rank
+def _order(entry: FindingEntry) -> tuple[bool, tuple[int, ...], float, int]:
+    kind = entry.key[0]
+    place = () if entry.cleared or kind == FAILURE else urgency(kind, entry.severity)
+    return entry.cleared, place, -entry.time, entry.rank if entry.rank is not None else -1
 
 
 def _raised(finding: Finding, members: Sequence[Finding] = (), *, cleared: bool) -> FindingEntry:
@@ -104,7 +107,7 @@ def _failed(failure: Failure) -> FindingEntry:
     kind = "" if failure.kind == "signal" else failure_words(failure)  # its message names it
     lead = f"{kind}{at}".strip()
     return FindingEntry(
-        key=(failure.kind, failure.rank, failure.time),
+        key=(FAILURE, failure.rank, failure.time),
         time=failure.time,
         severity="critical",
         rank=failure.rank,

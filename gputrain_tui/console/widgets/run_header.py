@@ -255,6 +255,6 @@ def _note(live: LiveRun) -> str:
     if live.run.status.archived is not None:
         return "archived while it ran" if live.status == "lost" else "an archive"
     if live.status == "lost":
-        return "its supervisor was killed"
+        return "its supervisor was killed; `gputrain stop` ends what is left"
     resumable = live.status in ("stopped", "failed") and live.can_resume
     return "4 History, r resumes from its checkpoint" if resumable else ""
