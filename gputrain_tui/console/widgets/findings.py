@@ -81,8 +81,8 @@ def finding_entries(state: RunState) -> list[FindingEntry]:
 
 def _order(entry: FindingEntry) -> tuple[bool, tuple[int, ...], float, int]:
     kind = entry.key[0]
-    place = () if entry.cleared or kind == FAILURE else urgency(kind, entry.severity)
-    return entry.cleared, place, -entry.time, entry.rank if entry.rank is not None else -1
+    order = () if entry.cleared or kind == FAILURE else urgency(kind, entry.severity)
+    return entry.cleared, order, -entry.time, entry.rank if entry.rank is not None else -1
 
 
 def _raised(finding: Finding, members: Sequence[Finding] = (), *, cleared: bool) -> FindingEntry:
