@@ -247,6 +247,8 @@ def _end_lines(run: Run, status: Status, state: RunState) -> list[list[Piece]]:
         # The failure of the last attempt if it differs from the root cause in the record, or a note on the record.
         lines.append([(status.message, "alarm")])
     lines.append(status_line(state))
+    if not state.step and (unseen := state.unmeasured) is not None and unseen.severity == "info":
+        lines.append([(f"  {unseen.advice}", "dim")])  # that of a warning was printed with it
     gap = state.record_gap
     if status.status == "finished" and status.message and not (gap and status.message.endswith(gap)):
         lines.append([(status.message, "alarm")])

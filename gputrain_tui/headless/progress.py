@@ -159,7 +159,8 @@ def _start_pieces(state: RunState, now: float) -> list[Piece]:
     elif any(view.phase == "compile" for view in state.ranks.values()):
         text = f"{count}, compiling"
     else:
-        text = f"{count} started, {state.unmeasured.partition(',')[0] or 'no step yet'}"
+        unseen = "no step yet" if state.unmeasured is None else state.unmeasured.message.partition(",")[0]
+        text = f"{count} started, {unseen}"
     return [(text, ""), (waited, "dim")]
 
 

@@ -34,8 +34,8 @@ def report_lines(report: RunReport, state: RunState, width: int) -> list[list[Pi
         lines += [[], [("where a step's time goes", "bold")], *_part_lines(report)]
     if state.step or state.validations:
         lines += [[], [("ranks and results", "bold")], *result_lines(state, width)]
-    if report.findings:
-        lines += [[], [("what was found, and when", "bold")], *_finding_lines(report, width)]
+    if found := _finding_lines(report, width):
+        lines += [[], [("what was found, and when", "bold")], *found]
     if report.hosts:
         lines += [[], [("hardware and versions", "bold")], *([(text, "")] for text in _hosts(report.hosts))]
     if report.previous_run is not None:

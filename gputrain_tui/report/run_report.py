@@ -291,8 +291,11 @@ BOUND = {
 def _largest_part(state: RunState) -> Verdict:
     parts = step_parts(view.sums for view in state.ranks.values())
     if not parts:
-        unseen = state.unmeasured or ("no phase of a step was measured" if state.step else "no step was recorded")
-        return Verdict(kind="unmeasured", text=unseen)
+        if (unseen := state.unmeasured) is not None:
+            return Verdict(kind="unmeasured", text=unseen.message, advice=unseen.advice or None)
+        return Verdict(
+            kind="unmeasured", text="no phase of a step was measured" if state.step else "no step was recorded"
+        )
     shares: dict[str, float] = {}
     for part in parts:
         name = "compute" if part.name in ("forward", "backward") else part.name
