@@ -92,7 +92,8 @@ def run(folder: Path, script: str | Path, *arguments: str, ranks: int = 2, more:
 
 def test_a_script_that_was_never_touched_trains_and_has_states_logs_and_machine_samples(tmp_path: Path) -> None:
     done = run(tmp_path, HERE.parents[0] / "support" / "plain_script.py", "--epochs", "3", "--", "x")
-    assert (done.code, done.stderr) == (0, "trainer: 2 ranks on this node, on the CPU\n")
+    where = f"trainer: what the script prints: {done.dir.logs}, a file for each rank\n"
+    assert (done.code, done.stderr) == (0, f"trainer: 2 ranks on this node, on the CPU\n{where}")
     for rank in (0, 1):
         assert done.states(rank) == ["training", "finished"]
         assert done.log(rank) == f"rank {rank} of 2 on {rank} ['--epochs', '3', '--', 'x']\n"

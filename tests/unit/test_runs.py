@@ -11,17 +11,60 @@ from made_runs import NOON, append_events, make_run, step
 
 from gputrain_tui.history.follow import AppendedFile, Follower
 from gputrain_tui.history.record_tail import last_step
-from gputrain_tui.history.run_folders import create, find, list_runs, run_id
+from gputrain_tui.history.run_folders import create, find, list_runs, open_directory, run_id
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.status_file import ENDED, Status, read_status
 from gputrain_tui.history.summary import summarize
 from trainer.contract.errors import RequestError
-from trainer.contract.record import EventWriter, Finding, RankState, RunDir, RunEnded, RunStarted, Step, encode_event
+from trainer.contract.record import (
+    AnyEvent,
+    EventWriter,
+    Failure,
+    Finding,
+    RankState,
+    RunDir,
+    RunEnded,
+    RunStarted,
+    Step,
+    encode_event,
+)
 from trainer.host.process_identity import ProcessIdentity, identify, is_alive
 
 
 def ended(moment: float = NOON) -> RunEnded:
     return RunEnded(time=moment, status="finished", exit_code=0)
+
+
+# --- without a supervisor --------------------------------------------------------------------------------------------
+
+BEGAN = RankState(time=NOON, rank=0, state="training")
+DONE = [BEGAN, RankState(time=NOON + 9, rank=0, state="finished")]
+LOST = Failure(time=NOON + 8, rank=0, kind="lost_peer", message="lost")
+BROKE = Failure(time=NOON + 9, rank=1, kind="exception", message="ValueError: no")
+AGAIN = RankState(time=NOON + 10, rank=1, state="training")
+STATES: dict[str, tuple[list[AnyEvent], list[AnyEvent], str, float | None]] = {
+    "both finished": (DONE, [RankState(time=NOON + 11, rank=1, state="finished")], "finished", 11),
+    "one goes on": (DONE, [AGAIN], "running", None),
+    "one failed, the other lost it": ([BEGAN, LOST], [BROKE], "failed", 9),
+    "one failed, the other goes on": ([BEGAN], [BROKE], "running", None),
+    "one was started again": (DONE, [BROKE, AGAIN], "running", None),
+    "a state after the failure of the same end": (
+        DONE, [BROKE, RankState(time=NOON + 9.1, rank=1, state="failed")], "failed", 9,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_without_status_and_nodes_a_run_is_as_its_ranks_have_ended(tmp_path: Path, name: str) -> None:
+    first, second, state, took = STATES[name]
+    run = RunDir(tmp_path / "run")
+    run.events.mkdir(parents=True)
+    for rank, events in enumerate((first, second)):
+        run.rank_events(rank).write_bytes(b"".join(encode_event(event) for event in events))
+    found = open_directory(run.path)
+    assert (found.state, found.status.started) == (state, NOON)
+    assert found.status.ended == (None if took is None else NOON + took)
+    assert found.status.message == ("ValueError: no" if state == "failed" else None)
 
 
 # --- creating --------------------------------------------------------------------------------------------------------
