@@ -139,6 +139,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float | None = None
     parts: tuple[StepPart, ...] = ()
     """Means over all ranks; their shares add up to 1 where all are measured."""
+    means_over: str = ""
+    """Steps that these means, durations and rates are over, in words."""
     samples_per_s: float | None = None
     steps_per_s: float | None = None
     tokens_per_s: float | None = None
@@ -192,6 +194,7 @@ def run_report(state: RunState, facts: RunFacts) -> RunReport:
         verdict=verdict(state, facts.state),
         step_ms=figures.step_ms,
         parts=step_parts(view.sums for view in state.ranks.values()),
+        means_over="all steps" if state.ended is not None else f"the {state.span}",
         samples_per_s=figures.samples_per_s,
         steps_per_s=figures.steps_per_s,
         tokens_per_s=figures.tokens_per_s,
