@@ -63,8 +63,8 @@ def first_time(run: RunDir) -> float | None:
     return min((event.time for event in firsts), default=None)
 
 
-def newest_ends(run: RunDir) -> dict[int, RankState | Failure | None]:
-    """Return by rank how it has ended by its newest state: finished, or its failure; None where it goes on."""
+def newest_states(run: RunDir) -> dict[int, RankState | Failure]:
+    """Return by rank its newest state, or its failure."""
     newest: dict[int, RankState | Failure] = {}
     events = [event for path in run.events.glob("*.ndjson") for event in _tail(path)]
     for event in sorted(events, key=lambda each: each.time):
@@ -75,7 +75,7 @@ def newest_ends(run: RunDir) -> dict[int, RankState | Failure | None]:
             and getattr(event, "state", "") != "failed"
         ):
             newest[event.rank] = event
-    return {rank: end if isinstance(end, Failure) or end.state == "finished" else None for rank, end in newest.items()}
+    return newest
 
 
 def last_test(run: RunDir) -> Validation | None:

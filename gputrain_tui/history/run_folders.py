@@ -186,7 +186,7 @@ def open_directory(path: Path) -> Run:
     ranks = max(int(file.stem) for file in files) + 1
     status = Status(run=path.name, recipe=path.name, world_size=ranks, by_hand=True)
     status = as_recorded(directory, status)
-    return Run(dir=directory, status=status, state=status.status)
+    return Run(dir=directory, status=status, state=state_of(status))
 
 
 def list_runs(root: Path | None = None, *, limit: int = RECENT_RUNS) -> list[Run]:

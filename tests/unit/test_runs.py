@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
+import subprocess
 import time
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from gputrain_tui.history.run_folders import create, find, list_runs, open_direc
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.status_file import ENDED, Status, read_status
 from gputrain_tui.history.summary import summarize
+from gputrain_tui.report.load_report import read_run_record
 from trainer.contract.errors import RequestError
 from trainer.contract.record import (
     AnyEvent,
@@ -65,6 +68,33 @@ def test_without_status_and_nodes_a_run_is_as_its_ranks_have_ended(tmp_path: Pat
     assert (found.state, found.status.started) == (state, NOON)
     assert found.status.ended == (None if took is None else NOON + took)
     assert found.status.message == ("ValueError: no" if state == "failed" else None)
+
+
+@pytest.mark.parametrize(
+    ("host", "lives", "state"), [("", False, "lost"), ("", True, "running"), ("b", False, "running")]
+)
+def test_ranks_that_are_gone_without_an_end_leave_a_lost_run(
+    tmp_path: Path, host: str, lives: bool, state: str
+) -> None:
+    process = subprocess.Popen(["sleep", "600"])
+    run = RunDir(tmp_path / "run")
+    run.events.mkdir(parents=True)
+    here = host or socket.gethostname()
+    began = RankState(time=NOON, rank=0, state="training", host=here, pid=process.pid)
+    run.rank_events(0).write_bytes(encode_event(began) + encode_event(step(0, 9, NOON + 5)))
+    try:
+        if not lives:
+            process.terminate()
+            process.wait()
+        found = open_directory(run.path)
+        assert (found.state, found.status.started, found.status.ended) == (state, NOON, None)
+        live = read_run_record(found)
+        assert (live.over, live.status) == (state == "lost", state)
+        assert not live.over or live.elapsed_s == 5.0
+        live.close()
+    finally:
+        process.kill()
+        process.wait()
 
 
 # --- creating --------------------------------------------------------------------------------------------------------
