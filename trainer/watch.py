@@ -32,6 +32,7 @@ from trainer.engine.script_shares import ScriptShares
 from trainer.telemetry import instrument
 from trainer.telemetry.ddp_log import ddp_of
 from trainer.telemetry.instrument.fetched_batches import plus, size_of
+from trainer.telemetry.instrument.not_measured import not_measured, print_line
 from trainer.telemetry.own_metrics import OWN
 from trainer.telemetry.step_tracker import StepTracker
 
@@ -55,7 +56,8 @@ def watch(
 
     Args:
         model: The model whose forward is called: wrapped in DistributedDataParallel, or alone.
-        optimizer: The optimizer whose step ends a training step.
+        optimizer: The optimizer whose step ends a training step. One that is no ``torch.optim.Optimizer`` is used as
+            without ``watch``; that its steps are not measured is said once, on standard error and in the record.
         detail_every: Steps between two measurements of each gradient bucket and the local gradient norm, by a comm
             hook; 0 installs no hook, and then a GPU's synchronisation is not measured.
         checksum_every: Steps between two checksums of the parameters, which readers of the record compare; 0: none.
@@ -135,13 +137,17 @@ class Watched:
     def __enter__(self) -> Watched:
         if self._writer.enabled:
             model, optimizer = self._model, self._optimizer
-            self._handles = [
-                model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-                model.register_forward_hook(self._after_forward),
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
-            ]
             self._set_state("training")
+            try:
+                self._handles = [
+                    optimizer.register_step_pre_hook(self._before_step),
+                    optimizer.register_step_post_hook(self._after_step),
+                    model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+                    model.register_forward_hook(self._after_forward),
+                ]
+            except AttributeError:
+                self._report_unmeasured()
+                return self
             collectives, tracker = instrument.collective_meter(), self._tracker
             if not collectives.on:  # else another ``watch`` follows them
                 tracker.meter.follow_collectives(collectives, lambda: tracker.open_phase == "backward")
@@ -158,6 +164,7 @@ class Watched:
         if error is None:
             self._tracker.check_last_step()
             self._tracker.write_checksum()
+        self._tracker.report_unseen_loss("none was given to watched.report (loss=…, before the optimizer's step)")
         self._tracker.meter.close()
         ended_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         if error is not None and not ended_well and self._records_states:
@@ -170,7 +177,7 @@ class Watched:
 
     def batches(self, loader: Iterable[Batch]) -> Iterable[Batch]:
         """Return the loader with the wait for each batch timed; each iteration over it is an epoch."""
-        return _TimedLoader(self._tracker, loader) if self._writer.enabled else loader
+        return _TimedLoader(self._tracker, loader) if self._handles else loader
 
     def shares(self, global_batch_size: int) -> tuple[int, ...]:
         """Return how many samples of a global batch each rank is to take, in proportion to the measured speeds.
@@ -227,6 +234,14 @@ class Watched:
         self._tracker.stepping = False
         self._tracker.mark("optimizer")
         self._tracker.end(optimizer)
+
+    def _report_unmeasured(self) -> None:
+        """Record and print that the optimizer takes no hooks, by which steps are seen: the script goes on."""
+        message = "the optimizer given to watch() is no torch.optim.Optimizer, so nothing of this training is measured"
+        advice = f"let {type(self._optimizer).__name__} inherit from it, with super().__init__(parameters, defaults)"
+        self._writer.write(not_measured(self._rank, message, advice, severity="warning"))
+        if self._rank == 0:
+            print_line(f"{message}; {advice}")
 
     def _set_state(self, state: RankStateName, message: str | None = None) -> None:
         if not self._records_states:

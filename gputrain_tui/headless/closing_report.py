@@ -11,7 +11,7 @@ from gputrain_tui.headless.number_text import further_rates, loss_text, number, 
 from gputrain_tui.headless.progress import Piece, event_line, paint
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.figures import noise_text, run_throughput
-from gputrain_tui.state.finding_text import failure_words, restarts_text, run_mark
+from gputrain_tui.state.finding_text import NO_LOSS, NO_STEPS, failure_words, restarts_text, run_mark
 from gputrain_tui.state.share_changes import change_text
 from gputrain_tui.tables import TableColumn, duration, on_ranks, printable, table, width as cells
 from trainer.contract.outcome import RESTARTED
@@ -138,6 +138,8 @@ def _unseen(state: RunState) -> list[str]:
         unseen.append("samples: no batch was seen whose tensors have one leading dimension")
     if totals and all(sums.whole_steps and sums.share("data") is None for sums in totals):
         unseen.append("the wait for data: it comes from no torch DataLoader (trainer.watch times any: watched.batches)")
+    if totals and not any(sums.loss_steps for sums in totals):
+        unseen += [each.message for each in state.past_findings if each.cause == NO_LOSS][:1]
     return unseen
 
 
@@ -184,11 +186,12 @@ def status_line(state: RunState, *, status: str | None = None, elapsed_s: float 
     elif state.record_gap:
         steps = f"; {state.record_gap}; recorded: {steps.removeprefix(', ')}"
     elif not state.step and (state.unmeasured or status == "finished"):
-        steps = f"; {state.unmeasured or 'no step was measured'}"
+        steps = f"; {state.unmeasured.message if state.unmeasured else 'no step was measured'}"
     if state.former:
         steps += f", {len(state.ranks)} of {len(state.ranks) + len(state.former)} ranks at the end"
     only_evaluated = not state.step and state.validations
-    findings = [each for each in state.findings.values() if each.kind != "record_incomplete" or not state.record_gap]
+    told = [NO_STEPS] * (not state.step) + ["record_incomplete"] * bool(state.record_gap)
+    findings = [each for each in state.findings.values() if each.kind not in told and each.cause not in told]
     condition = run_mark(roll_up(findings, state.ranks))
     return [
         (status, style),

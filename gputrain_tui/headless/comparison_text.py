@@ -30,7 +30,7 @@ def comparison_lines(comparison: RunComparison) -> list[list[Piece]]:
         changed = _changes(comparison.recipe, index)
         lines += changed or [[("  the same recipe", "dim")]]
         lines += _changes(comparison.versions, index)
-        lines += [[], *_figures(comparison, index), []]
+        lines += [[("  means over the steps after the first tenth", "dim")], [], *_figures(comparison, index), []]
     for limit in comparison.limits:
         style = "" if limit.exceeded is False else "alarm"
         lines.append([(f"{limit_result(limit):<10}", style), (f"{limit.condition}: {limit.text}", style)])

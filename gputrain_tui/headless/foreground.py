@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from gputrain_tui.headless.closing_report import LOG_LINES, attempt_lines, closing_lines, failure_block, status_line
-from gputrain_tui.headless.progress import REDRAW_S, Piece, ProgressView, paint
+from gputrain_tui.headless.progress import REDRAW_S, Piece, ProgressView, fitted, paint
 from gputrain_tui.headless.safe_stream import SafeStream
 from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.run_folders import Run
@@ -210,13 +210,16 @@ def conclude(
     colour = use_colour(sys.stderr.isatty(), environ)
     err.drain(is_interrupted=is_interrupted)  # another thread erases the progress line, before the table is printed
     if for_people and (state.validations or all(view.last is not None for view in state.ranks.values())):
-        for line in closing_lines(state, shutil.get_terminal_size().columns, host=path_with_host(run.dir, 0, "")):
-            out.write(paint(line, colour=use_colour(sys.stdout.isatty(), environ)) + "\n")
+        width, terminal = shutil.get_terminal_size().columns, sys.stdout.isatty()
+        for line in closing_lines(state, width, host=path_with_host(run.dir, 0, "")):
+            for each in fitted(line, width) if terminal else [line]:
+                out.write(paint(each, colour=use_colour(terminal, environ)) + "\n")
     out.close(is_interrupted=is_interrupted)
     if for_people and out.error is not None and not isinstance(out.error, BrokenPipeError):
         err.line(f"gputrain: cannot write standard output: {out.error.strerror}")
     for line in _end_lines(run, status, state):
-        err.line(paint(line, colour=colour))
+        for each in fitted(line, shutil.get_terminal_size().columns) if sys.stderr.isatty() else [line]:
+            err.line(paint(each, colour=colour))
     if for_people:
         err.line(paint([("record ", "dim"), (str(run.dir.path), "")], colour=colour))
     err.close(is_interrupted=is_interrupted)
@@ -247,6 +250,8 @@ def _end_lines(run: Run, status: Status, state: RunState) -> list[list[Piece]]:
         # The failure of the last attempt if it differs from the root cause in the record, or a note on the record.
         lines.append([(status.message, "alarm")])
     lines.append(status_line(state))
+    if not state.step and (unseen := state.unmeasured) is not None and unseen.severity == "info":
+        lines.append([(f"  {unseen.advice}", "dim")])  # that of a warning was printed with it
     gap = state.record_gap
     if status.status == "finished" and status.message and not (gap and status.message.endswith(gap)):
         lines.append([(status.message, "alarm")])

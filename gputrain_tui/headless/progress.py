@@ -67,8 +67,6 @@ def clip(pieces: Sequence[Piece], width: int) -> list[Piece]:
 
 REDRAW_S = 0.1
 """Time between two reads of the record and redraws of the progress line: faster changes cannot be read."""
-LOG_CELLS = 160
-"""Width of a finding's lines in a log, as wide as those of a step with all measures."""
 PLAIN_S = 5.0
 """Time between two plain lines: 720 in the log of an hour."""
 PLAIN_START_S = 15.0
@@ -159,7 +157,8 @@ def _start_pieces(state: RunState, now: float) -> list[Piece]:
     elif any(view.phase == "compile" for view in state.ranks.values()):
         text = f"{count}, compiling"
     else:
-        text = f"{count} started, {state.unmeasured.partition(',')[0] or 'no step yet'}"
+        unseen = "no step yet" if state.unmeasured is None else state.unmeasured.message.partition(",")[0]
+        text = f"{count} started, {unseen}"
     return [(text, ""), (waited, "dim")]
 
 
@@ -228,13 +227,34 @@ def event_line(event: AnyEvent) -> list[Piece] | None:
     return None
 
 
-def wrapped(text: str, width: int = LOG_CELLS) -> list[str]:
-    """Return a line as lines of at most ``width``, those after the first one indented by two cells more."""
-    indent = " " * (len(text) - len(text.lstrip()) + 2)
+def wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """Return a line as lines of at most ``width``, those after the first one indented, by default two cells more."""
+    indent = indent or " " * (len(text) - len(text.lstrip()) + 2)
     return textwrap.wrap(
         text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False,
         drop_whitespace=True, replace_whitespace=False, expand_tabs=False,
     ) or [text]  # fmt: skip
+
+
+def fitted(pieces: Sequence[Piece], width: int) -> list[list[Piece]]:
+    """Return a line as lines of at most ``width``, broken at words; later ones begin below what follows a title."""
+    text = "".join(piece for piece, _ in pieces)
+    if len(text) <= width:
+        return [list(pieces)]
+    title = pieces[0][0]
+    indent = " " * (len(title) if len(pieces) > 1 and title.endswith(" ") else 2)
+    lines: list[list[Piece]] = []
+    end = 0
+    for line in wrapped(text, width, indent):
+        shown = line.removeprefix(indent) if lines else line
+        begin = text.index(shown, end)
+        end, at = begin + len(shown), 0
+        lines.append([(indent, "")] if lines else [])
+        for piece, style in pieces:
+            if part := piece[max(begin - at, 0) : max(end - at, 0)]:
+                lines[-1].append((part, style))
+            at += len(piece)
+    return lines
 
 
 class ProgressView:
@@ -314,12 +334,11 @@ class ProgressView:
             self.print_line([(plain_line(self._state, now=now, standstill=standstill), "")])
 
     def print_line(self, pieces: Sequence[Piece], *, wrap: bool = False) -> None:
-        """Write a permanent line; ``wrap``: as several ones in a log if it is long."""
+        """Write a permanent line; ``wrap``: as several ones if the terminal is narrower, which breaks within words."""
         self.open()
         self.erase()
-        text = paint(pieces, colour=self._colour)
-        lines = wrapped(text) if wrap and not self._live else [text]  # a terminal wraps long lines itself
-        self._stream.write("".join(f"{line}\n" for line in lines))
+        lines = fitted(pieces, self._width()) if wrap and self._live else [pieces]
+        self._stream.write("".join(f"{paint(line, colour=self._colour)}\n" for line in lines))
         self._stream.flush()
 
     def erase(self) -> None:

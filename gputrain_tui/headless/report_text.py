@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gputrain_tui.headless.closing_report import MAX_LINES, failure_block, result_lines, status_line
 from gputrain_tui.headless.number_text import number, percent
-from gputrain_tui.headless.progress import Piece, wrapped
+from gputrain_tui.headless.progress import Piece, fitted, wrapped
 from gputrain_tui.report.run_report import FindingReport, HostHardware, RunReport
 from gputrain_tui.state import RunState
 from gputrain_tui.state.finding_text import urgency
@@ -34,11 +34,13 @@ def report_lines(report: RunReport, state: RunState, width: int) -> list[list[Pi
     if state.root_cause is not None and report.state == "failed":
         lines += [[], *failure_block(state.root_cause, (), "")]
     if report.parts:
-        lines += [[], [("where a step's time goes", "bold")], *_part_lines(report)]
+        over = f"  means over {report.means_over}, `gputrain compare` leaves the first tenth out"
+        lines += [[], *fitted([("where a step's time goes", "bold"), (over, "dim")], width), *_part_lines(report)]
     if state.step or state.validations:
-        lines += [[], [("ranks and results", "bold")], *result_lines(state, width)]
-    if report.findings:
-        lines += [[], [("what was found, and when", "bold")], *_finding_lines(report, width)]
+        results = [line for each in result_lines(state, width) for line in fitted(each, width)]
+        lines += [[], [("ranks and results", "bold")], *results]
+    if found := _finding_lines(report, width):
+        lines += [[], [("what was found, and when", "bold")], *found]
     if report.hosts:
         lines += [[], [("hardware and versions", "bold")], *([(text, "")] for text in _hosts(report.hosts))]
     if report.previous_run is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from gputrain_tui.state.step_losses import newest_loss
-from trainer.contract.record import AnyEvent, Finding, RunDir, Step, Validation, decode_events
-from trainer.contract.record.regular_file import read_tail
+from trainer.contract.record import AnyEvent, Failure, Finding, RankState, RunDir, Step, Validation, decode_events
+from trainer.contract.record.regular_file import read_part, read_tail
 from trainer.contract.record.unrecorded import read_unrecorded
 
 TAIL_BYTES = 16_384
@@ -51,6 +52,30 @@ def _unrecorded_step(run: RunDir, rank: int, last: Step) -> int:
         return 0
     stands = told is not None and told.state == "raised" and told.message and told.time >= last.time
     return int(told.evidence.get("step", 0)) if told is not None and stands else 0
+
+
+def first_time(run: RunDir) -> float | None:
+    """Return the time of the first event of ranks and nodes, Unix seconds; None without any."""
+    firsts = []
+    for path in run.events.glob("*.ndjson"):
+        with suppress(OSError):
+            firsts += decode_events(read_part(path, 0, TAIL_BYTES).partition(b"\n")[0])
+    return min((event.time for event in firsts), default=None)
+
+
+def newest_states(run: RunDir) -> dict[int, RankState | Failure]:
+    """Return by rank its newest state, or its failure."""
+    newest: dict[int, RankState | Failure] = {}
+    events = [event for path in run.events.glob("*.ndjson") for event in _tail(path)]
+    for event in sorted(events, key=lambda each: each.time):
+        # A rank state ``failed`` comes with its failure.
+        if (
+            isinstance(event, Failure | RankState)
+            and event.rank is not None
+            and getattr(event, "state", "") != "failed"
+        ):
+            newest[event.rank] = event
+    return newest
 
 
 def last_test(run: RunDir) -> Validation | None:

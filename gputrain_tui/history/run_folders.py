@@ -184,10 +184,9 @@ def open_directory(path: Path) -> Run:
     if not files:
         raise RequestError(f"{path} is not a run directory: it has no rank events")
     ranks = max(int(file.stem) for file in files) + 1
-    began = min(file.stat().st_ctime for file in files)
-    status = Status(run=path.name, recipe=path.name, world_size=ranks, by_hand=True, started=began)
+    status = Status(run=path.name, recipe=path.name, world_size=ranks, by_hand=True)
     status = as_recorded(directory, status)
-    return Run(dir=directory, status=status, state=status.status)
+    return Run(dir=directory, status=status, state=state_of(status))
 
 
 def list_runs(root: Path | None = None, *, limit: int = RECENT_RUNS) -> list[Run]:

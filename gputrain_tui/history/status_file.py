@@ -7,20 +7,31 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 from typing import Literal
 
 import msgspec
 
 from gputrain_tui.history.plan_file import read_plan
-from gputrain_tui.history.record_tail import newest_loss_of
+from gputrain_tui.history.record_tail import first_time, newest_loss_of, newest_states
 from gputrain_tui.state.elapsed import elapsed_s
 from trainer.contract.errors import ExitCode, RecordError
 from trainer.contract.outcome import exit_code_of, node_outcome, root_cause
-from trainer.contract.record import MAX_RANKS, Finding, RunDir, RunStatusName, Validation, write_atomically
+from trainer.contract.record import (
+    MAX_RANKS,
+    Failure,
+    Finding,
+    RankState,
+    RunDir,
+    RunStatusName,
+    Validation,
+    write_atomically,
+)
 from trainer.contract.record.numbers import Count, ExitStatus, FiniteFloat, UnixSeconds, WorldSize
 from trainer.contract.record.regular_file import open_regular, read_json
-from trainer.host.boot import BootMoment
+from trainer.host.boot import BootMoment, boot_id
 from trainer.host.process_identity import ProcessIdentity, is_alive
+from trainer.host.processes import exists
 
 RunStateName = RunStatusName | Literal["lost"]
 """``lost``: its status is no end, but its supervisor is dead."""
@@ -135,25 +146,43 @@ def require_status(run: RunDir) -> Status:
 
 
 def as_recorded(run: RunDir, status: Status) -> Status:
-    """Return the status of a run without a supervisor, with the outcome that its nodes have recorded."""
+    """Return the status of a run without a supervisor: begin and outcome as its nodes, or else its ranks, record them.
+
+    Ranks that torchrun has started have no node agent in common.
+    """
     numbers = [int(path.stem) for path in run.nodes.glob("*.json") if path.stem.isdecimal()]
     try:
         count = len(read_plan(run).nodes)
     except RecordError:
         count = len(numbers)
-    ends = [end for number in sorted(numbers) if (end := node_outcome(run, number)) is not None]
-    if not ends or len(ends) < count:
-        began = any(run.events.glob("[0-9]*.ndjson"))
-        return msgspec.structs.replace(status, status="running" if began else "starting")
-    failure = root_cause((int(end.failure.time * 1e9), end.failure) for end in ends if end.failure is not None)
-    code = exit_code_of(failure) if failure is not None else max(end.exit_code for end in ends)
+    began = first_time(run)
+    if began is not None:
+        status = msgspec.structs.replace(status, started=began)
+    nodes = [end for number in sorted(numbers) if (end := node_outcome(run, number)) is not None]
+    ranks = {} if numbers else newest_states(run)
+    going = [each for each in ranks.values() if isinstance(each, RankState) and each.state != "finished"]
+    if nodes and len(nodes) >= count:
+        failures = [end.failure for end in nodes if end.failure is not None]
+        code = max(end.exit_code for end in nodes)
+        ended = max(run.node_result(end.node).stat().st_mtime for end in nodes)
+    elif len(ranks) >= max(status.world_size, 1) and not going:
+        failures = [end for end in ranks.values() if isinstance(end, Failure)]
+        code, ended = ExitCode.FINISHED, max(end.time for end in ranks.values())
+    else:
+        if going and all(each.host == socket.gethostname() and not exists(each.pid or 0) for each in going):
+            # As after Ctrl-C or a kill: a rank that is gone stands for the supervisor, so that the run is lost.
+            gone = ProcessIdentity(pid=going[0].pid or 1, start_ticks=0, boot_id=boot_id(), host=socket.gethostname())
+            status = msgspec.structs.replace(status, supervisor=gone)
+        return msgspec.structs.replace(status, status="starting" if began is None else "running")
+    failure = root_cause((int(each.time * 1e9), each) for each in failures)
+    code = code if failure is None else exit_code_of(failure)
     step, loss = newest_loss_of(run, status.world_size)
     outcome: RunStatusName = "finished" if code == 0 else "stopped" if code == ExitCode.STOPPED else "failed"
     return msgspec.structs.replace(
         status,
         status=outcome,
         exit_code=int(code),
-        ended=max(run.node_result(end.node).stat().st_mtime for end in ends),
+        ended=ended,
         message=None if failure is None else failure.message,
         step=step,
         loss=loss,

@@ -18,7 +18,7 @@ from gputrain_tui.history.replay import replay
 from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.series import Series
-from gputrain_tui.history.status_file import ENDED, Status, elapsed_of, read_status, state_of
+from gputrain_tui.history.status_file import ENDED, Status, as_recorded, elapsed_of, read_status, state_of
 from gputrain_tui.lifecycle.remote_nodes import remote_node
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
@@ -186,6 +186,10 @@ class LiveRun:
         if not self.caught_up:
             self.caught_up = True
             self._revision += 1
+        status = self._status
+        if self.state.ended is None and status.by_hand and status.status in ENDED:  # no supervisor has recorded it
+            ended, how, code = status.ended or self.state.time, status.status, status.exit_code or 0
+            self._apply([RunEnded(time=ended, status=how, exit_code=code, message=status.message)])  # type: ignore[arg-type]
         return False
 
     def close(self) -> None:
@@ -222,6 +226,8 @@ class LiveRun:
             return
         self._status_at = now
         status = read_status(self.run.dir)
+        if status is None and self._status.by_hand:
+            status = as_recorded(self.run.dir, self._status)
         if status is not None and status != self._status:
             self._status = status
             self._revision += 1

@@ -357,8 +357,10 @@ def change_text(difference: Difference, *, relative: bool) -> str:
 def figure_title(figure: FigureComparison) -> str:
     """Return the words for a figure with its unit, such as ``step, ms``; a metric's name stays as it is."""
     name = figure.name if figure.name.startswith(METRIC) else figure.name.replace("_", " ").removesuffix(" ms")
-    if figure.name == "loss" and figure.step is not None:
-        name += f" at step {figure.step:,}"
+    if figure.name.partition("@")[0] == "loss" and figure.step is not None:
+        name = f"mean loss around step {figure.step:,}"  # of the blocks near it
+    elif figure.name in LOSSES[:-1]:
+        name = f"mean {name}"
     return f"{name}, {figure.unit}" if figure.unit else name
 
 

@@ -139,6 +139,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float | None = None
     parts: tuple[StepPart, ...] = ()
     """Means over all ranks; their shares add up to 1 where all are measured."""
+    means_over: str = ""
+    """Steps that these means, durations and rates are over, in words."""
     samples_per_s: float | None = None
     steps_per_s: float | None = None
     tokens_per_s: float | None = None
@@ -192,6 +194,7 @@ def run_report(state: RunState, facts: RunFacts) -> RunReport:
         verdict=verdict(state, facts.state),
         step_ms=figures.step_ms,
         parts=step_parts(view.sums for view in state.ranks.values()),
+        means_over="all steps" if state.ended is not None else f"the {state.span}",
         samples_per_s=figures.samples_per_s,
         steps_per_s=figures.steps_per_s,
         tokens_per_s=figures.tokens_per_s,
@@ -291,8 +294,11 @@ BOUND = {
 def _largest_part(state: RunState) -> Verdict:
     parts = step_parts(view.sums for view in state.ranks.values())
     if not parts:
-        unseen = state.unmeasured or ("no phase of a step was measured" if state.step else "no step was recorded")
-        return Verdict(kind="unmeasured", text=unseen)
+        if (unseen := state.unmeasured) is not None:
+            return Verdict(kind="unmeasured", text=unseen.message, advice=unseen.advice or None)
+        return Verdict(
+            kind="unmeasured", text="no phase of a step was measured" if state.step else "no step was recorded"
+        )
     shares: dict[str, float] = {}
     for part in parts:
         name = "compute" if part.name in ("forward", "backward") else part.name

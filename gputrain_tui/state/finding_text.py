@@ -60,6 +60,8 @@ WORDS = {
     "record_incomplete": "the record is incomplete",
 }
 """Texts of kinds of findings, where the identifier does not read well."""
+NO_STEPS, NO_LOSS = "no_steps", "no_loss"
+"""Causes of ``not_measured``: no step of a script is seen, or no loss of its steps."""
 HOST_KINDS = ("cpu_contention", "gpu_throttled", "host_silent")
 """Kinds of findings about a host; their rank is the host's first one."""
 
@@ -81,7 +83,7 @@ def finding_summary(finding: Finding) -> str:
 
 def _subject(finding: Finding) -> str:
     """Return the subject of a finding and a blank: a rank, ranks of a node, or a host; empty for the run."""
-    if finding.rank is None or finding.kind == "record_incomplete":
+    if finding.rank is None or finding.kind in ("record_incomplete", "not_measured"):
         return ""
     if finding.kind in HOST_KINDS and finding.host:
         return f"{finding.host} "

@@ -10,7 +10,7 @@ from typing import Any
 from gputrain_tui.state.checksums import DesyncState
 from gputrain_tui.state.elapsed import Pace, elapsed_s, time_by_boot
 from gputrain_tui.state.figures import RunFigures, run_figures
-from gputrain_tui.state.finding_text import loss_is_nan, named_ranks
+from gputrain_tui.state.finding_text import NO_STEPS, loss_is_nan, named_ranks
 from gputrain_tui.state.newest_metrics import NewestMetrics
 from gputrain_tui.state.rank_state import KEPT, RankView, rank_outcome
 from gputrain_tui.state.record_gaps import RECORD_ADVICE
@@ -60,8 +60,6 @@ class RunState:
         self.findings: dict[tuple[str, int | None], record.Finding] = {}
         """Findings that were raised and not cleared, by kind and rank."""
         self.past_findings: deque[record.Finding] = deque(maxlen=KEPT)
-        self.unmeasured = ""
-        """Why no step of a script was measured; empty where that is not known."""
         self.desync = DesyncState()
         self.shares = ShareChanges()
         self.nodes: dict[int, record.NodeSample] = {}
@@ -137,6 +135,12 @@ class RunState:
     def step(self) -> int:
         """Optimizer steps that every reporting rank has done."""
         return min((view.step for view in self.ranks.values() if view.last is not None), default=0)
+
+    @property
+    def unmeasured(self) -> record.Finding | None:
+        """Why no step of a script was measured, by its first rank; None where that is not known."""
+        found = (each for each in self.findings.values() if each.cause == NO_STEPS)
+        return min(found, key=lambda each: each.rank or 0, default=None)
 
     @property
     def has_progressed(self) -> bool:
@@ -386,8 +390,6 @@ class RunState:
             self._attribute()
         if event.kind == "host_silent" and event.state == "cleared":
             self.silence_ended_at = event.time
-        if event.kind == "not_measured" and event.cause == "no_steps":
-            self.unmeasured = event.message if event.state == "raised" else ""
         if event.state == "raised":
             self.findings[event.kind, event.rank] = event
         else:

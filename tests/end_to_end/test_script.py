@@ -92,7 +92,8 @@ def run(folder: Path, script: str | Path, *arguments: str, ranks: int = 2, more:
 
 def test_a_script_that_was_never_touched_trains_and_has_states_logs_and_machine_samples(tmp_path: Path) -> None:
     done = run(tmp_path, HERE.parents[0] / "support" / "plain_script.py", "--epochs", "3", "--", "x")
-    assert (done.code, done.stderr) == (0, "trainer: 2 ranks on this node, on the CPU\n")
+    where = f"trainer: what the script prints: {done.dir.logs}, a file for each rank\n"
+    assert (done.code, done.stderr) == (0, f"trainer: 2 ranks on this node, on the CPU\n{where}")
     for rank in (0, 1):
         assert done.states(rank) == ["training", "finished"]
         assert done.log(rank) == f"rank {rank} of 2 on {rank} ['--epochs', '3', '--', 'x']\n"
@@ -149,18 +150,20 @@ def test_an_odd_script_is_measured_to_its_last_step_unless_disabled(
     [
         (
             "import torch\n(2 * torch.ones(1, requires_grad=True)).sum().backward()",
-            "gputrain: no optimizer's step was seen, so nothing of this training is measured; seen is step() of a "
-            "torch.optim optimizer outside of torch.compile\n",
+            "gputrain: no optimizer's step was seen, so nothing of this training is measured; let an optimizer of "
+            "your own inherit from torch.optim.Optimizer and call its step() outside of torch.compile\n",
         ),
         (
             "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.destroy_process_group()",
             "gputrain: neither backward() nor an optimizer's step was seen, so nothing of this training is measured; "
-            "seen are backward() and step() of a torch.optim optimizer outside of torch.compile\n",
+            "let an optimizer of your own inherit from torch.optim.Optimizer and call its step() outside of "
+            "torch.compile, as loss.backward(); if the script starts the processes that train, set starts_ranks = true "
+            "in [train] or call trainer.watch in them\n",
         ),
         (
             "import torch\nweight = torch.ones(1, requires_grad=True)\noptimizer = torch.optim.SGD([weight])\n"
             "weight.grad, = torch.autograd.grad(2 * weight, weight)\noptimizer.step()",
-            "gputrain: no call of backward() was seen, so nothing of this training is measured; seen is "
+            "gputrain: no call of backward() was seen, so nothing of this training is measured; call "
             "loss.backward() outside of torch.compile and CUDA graphs\n",
         ),
         (

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from waiting import LIMIT_S
 
+from gputrain_tui.history.run_folders import open_directory
 from trainer.contract.record import AnyEvent, RankState, RunDir, Step, decode_events
 
 HERE = Path(__file__).parent
@@ -39,6 +40,17 @@ def run(folder: Path, launcher: Sequence[str], script: Path, *flags: str) -> sub
 
 def events(folder: Path, rank: int) -> list[AnyEvent]:
     return list(decode_events(RunDir(folder / "run").rank_events(rank).read_bytes()))
+
+
+def test_a_run_that_torchrun_started_has_ended_as_its_ranks_have_and_says_where_its_log_is(tmp_path: Path) -> None:
+    done = run(tmp_path, TORCHRUN, SCRIPT)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"trainer: what the script prints: {tmp_path}/run/logs, a file for each rank\n") == 1
+    found = open_directory(tmp_path / "run")
+    times = [event.time for rank in (0, 1) for event in events(tmp_path, rank)]
+    assert (found.state, found.status.exit_code, found.status.step) == ("finished", 0, STEPS)
+    assert found.status.ended == max(times)
+    assert 0 <= min(times) - found.status.started < 5, "the first process began before its first event"
 
 
 def states(folder: Path, rank: int) -> list[str]:

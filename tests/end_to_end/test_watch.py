@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import statistics
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,17 @@ from documents import blocks
 from rank_group import Gang
 from torch import nn
 
-from trainer.contract.record import AnyEvent, Checksum, Failure, RankState, RunDir, ShareChange, Step, decode_events
+from trainer.contract.record import (
+    AnyEvent,
+    Checksum,
+    Failure,
+    Finding,
+    RankState,
+    RunDir,
+    ShareChange,
+    Step,
+    decode_events,
+)
 from trainer.watch import watch
 
 HERE = Path(__file__).parent
@@ -160,6 +172,78 @@ def test_a_run_directory_that_cannot_be_written_is_reported_and_the_script_goes_
     with watch(model, torch.optim.SGD(model.parameters()), environ={"GPUTRAIN_RUN_DIR": str(file)}) as watched:
         assert watched.step == 0
     assert f"not recording, GPUTRAIN_RUN_DIR={file}" in capsys.readouterr().err
+
+
+class OwnOptimizer:
+    """No ``torch.optim.Optimizer``."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter -= parameter.grad
+
+
+class InheritingOptimizer(torch.optim.Optimizer):
+    """Keeps no learning rate in its groups."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        OwnOptimizer(iter(self.param_groups[0]["params"])).step()
+
+
+class HalfOptimizer(torch.optim.Optimizer):
+    """Inherits, and does not call ``__init__`` of its base."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        self.own = OwnOptimizer(parameters)
+
+    def step(self, closure: Any = None) -> None:
+        self.own.step()
+
+
+@pytest.mark.parametrize("kind", [OwnOptimizer, HalfOptimizer])
+def test_an_optimizer_that_takes_no_hooks_is_said_once_and_the_script_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: Any
+) -> None:
+    model, loader = nn.Linear(2, 2), [torch.ones(1, 2)] * 3
+    before, callbacks = model.weight.detach().clone(), list(gc.callbacks)
+    optimizer = kind(model.parameters())
+    with watch(model, optimizer, environ={"GPUTRAIN_RUN_DIR": str(tmp_path), "RANK": "0"}) as watched:
+        assert watched.batches(loader) is loader
+        for batch in loader:
+            model(batch).sum().backward()
+            watched.report(loss=1.0, accuracy=0.5)
+            optimizer.step()
+    assert not torch.equal(model.weight, before)
+    assert gc.callbacks == callbacks
+    events = _events(tmp_path, 0)
+    (found,) = [event for event in events if isinstance(event, Finding)]
+    assert (found.kind, found.cause, found.severity) == ("not_measured", "no_steps", "warning")
+    assert [event.state for event in events if isinstance(event, RankState)] == ["training", "finished"]
+    assert capsys.readouterr().err == (
+        "gputrain: the optimizer given to watch() is no torch.optim.Optimizer, so nothing of this training is measured"
+        f"; let {kind.__name__} inherit from it, with super().__init__(parameters, defaults)\n"
+    )
+
+
+def test_an_optimizer_that_inherits_is_measured_without_a_learning_rate_and_without_a_loss(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = InheritingOptimizer(model.parameters())
+    with watch(model, optimizer, environ={"GPUTRAIN_RUN_DIR": str(tmp_path), "RANK": "0"}) as watched:
+        for batch in watched.batches([torch.ones(1, 2)] * 3):
+            model(batch).sum().backward()
+            optimizer.step()
+    steps = _steps(tmp_path, 0)
+    assert sum(step.steps for step in steps) == 3
+    assert {step.lr for step in steps} == {None}
+    (found,) = [event for event in _events(tmp_path, 0) if isinstance(event, Finding)]
+    assert found.message == "the loss: none was given to watched.report (loss=…, before the optimizer's step)"
 
 
 PAGE_SCRIPT = blocks("scripts", "python")[0]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from textwrap import dedent
 
 import pytest
 from bench import LIMIT_S, Bench
 
+from gputrain_tui.cli import main
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.state import RunState
 from gputrain_tui.state.finding_text import run_mark
@@ -84,12 +86,58 @@ def test_a_training_whose_optimizer_is_not_seen_says_so_on_the_terminal(bench: B
         """,
         ranks=2,
     )
-    assert "no optimizer's step was seen" in state.unmeasured
-    line = (
-        r"^finished in .*; no optimizer's step was seen, so nothing of this training is measured; seen is step\(\) of"
-    )
-    assert re.search(line, err, re.MULTILINE), err
+    assert state.unmeasured is not None
+    seen = "no optimizer's step was seen, so nothing of this training is measured"
+    advice = "let an optimizer of your own inherit from torch.optim.Optimizer and call its step()"
+    assert state.unmeasured.message == seen
+    assert re.search(rf"^finished in .*; {seen}$", err, re.MULTILINE), err
+    assert f"warning: {seen}; {advice}" in " ".join(err.split())
+    assert err.count("warning: ") == 1, "not one for each rank"
     assert "0 steps" not in err
+
+
+def test_an_unmeasured_training_is_marked_among_the_runs_and_in_its_report(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_script(
+        bench,
+        """
+        import torch
+        from gputrain_tui.scripts import watch
+        weight = torch.nn.Linear(1, 1)
+        class MySGD:
+            def step(self): pass
+        with watch(weight, MySGD()) as watched:
+            for _ in watched.batches(range(3)):
+                weight(torch.ones(1)).backward()
+        """,
+        ranks=1,
+    )
+    monkeypatch.setenv("GPUTRAIN_HOME", str(bench.runs()[0].dir.path.parents[1]))
+    assert main(["runs"]) == 0
+    assert re.search(r"finished ▲.* not measured$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["report", "--json"]) == 0
+    verdict = json.loads(capsys.readouterr().out)["verdict"]
+    assert (verdict["kind"], verdict["is_problem"]) == ("not_measured", True)
+    assert verdict["advice"] == "let MySGD inherit from it, with super().__init__(parameters, defaults)"
+    assert main(["report"]) == 0
+    assert re.search(r"what was found, and when\n  after .*  not measured\n    the optimizer", capsys.readouterr().out)
+
+
+def test_a_loss_of_several_values_is_said_not_to_be_seen(bench: Bench) -> None:
+    text = f"""{DDP}
+for _ in range(5):
+    optimizer.zero_grad()
+    y = model(torch.randn(8, 4))
+    y.backward(torch.ones_like(y))
+    optimizer.step()
+"""
+    _, out, _ = run_script(bench, text, ranks=2)
+    lines = [line for line in out.splitlines() if line.startswith("not seen   the loss")]
+    assert lines == [
+        "not seen   the loss: backward() was called on a tensor of several values (call it on one number, or give a "
+        "loss to watched.report(loss=…) of trainer.watch)"
+    ]
 
 
 def test_a_script_without_torch_is_not_said_to_have_done_no_step(bench: Bench) -> None:

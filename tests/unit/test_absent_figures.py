@@ -128,13 +128,13 @@ def test_a_reason_that_no_step_is_seen_stands_in_the_header_until_a_step_is() ->
     state = RunState(world_size=1)
     found = Finding(time=1.0, kind="not_measured", severity="info", rank=0, cause="no_steps", message="no x was seen")
     state.apply(found)
-    assert state.unmeasured == "no x was seen"
+    assert state.unmeasured is found
     head = RunHeading(
-        status="running", name="n", id="i", world_size=1, hosts=1, summary=state.figures, unmeasured=state.unmeasured
+        status="running", name="n", id="i", world_size=1, hosts=1, summary=state.figures, unmeasured=found.message
     )
     assert "no x was seen" in row_text(draw_header(head, 120, 2)[1])
     state.apply(Finding(time=2.0, kind="not_measured", state="cleared", rank=0, cause="no_steps", severity="info"))
-    assert state.unmeasured == ""
+    assert state.unmeasured is None
 
 
 def test_a_finding_marks_all_ranks_that_it_is_about() -> None:

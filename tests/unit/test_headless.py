@@ -13,15 +13,14 @@ from gputrain_tui.console.widgets.run_header import RunHeading, draw_header
 from gputrain_tui.headless.closing_report import closing_lines, closing_table, failure_block, finding_lines, status_line
 from gputrain_tui.headless.number_text import number
 from gputrain_tui.headless.progress import (
-    LOG_CELLS,
     ProgressView,
     clip,
     event_line,
+    fitted,
     length,
     paint,
     plain_line,
     progress_line,
-    wrapped,
 )
 from gputrain_tui.history.run_columns import cause
 from gputrain_tui.history.summary import summarize
@@ -489,16 +488,32 @@ def test_a_log_mentions_the_start_only_when_it_takes_long() -> None:
     assert stream.getvalue().splitlines() == ["run one", "starting 2 ranks"]
 
 
-def test_a_line_in_a_log_is_wrapped_and_a_terminals_is_not() -> None:
+def test_a_finding_is_broken_at_words_on_a_terminal_and_not_at_all_in_a_log() -> None:
     clock = ManualClock(1007.0)
     finding = Finding(
         time=1007.0, kind="cpu_contention", message="the rank waits " * 9, advice="set threads = 1; " * 12
     )
-    for live in (False, True):
-        screen, stream = view(trained(), clock, live=live)
-        screen.update([finding])
-        lines = stream.getvalue().partition("\r")[0].splitlines()
-        assert (max(map(len, lines)) > LOG_CELLS) == live
-        assert " ".join(" ".join(lines).split()).count("set threads = 1") == 12
-    plain = plain_line(trained(), now=1007.0)
-    assert wrapped(plain) == [plain]
+    line = f"warning: {finding.message}; {finding.advice}"
+    screen, stream = view(trained(), clock, live=False)
+    screen.update([finding])
+    assert f"{line}\n" in stream.getvalue()
+    screen, stream = view(trained(), clock, live=True)
+    screen.update([finding])
+    lines = stream.getvalue().partition("\r")[0].splitlines()
+    assert len(lines) > 2
+    assert max(map(len, lines)) <= 80
+    assert " ".join(lines).split() == line.split(), "no word is broken"
+
+
+def test_a_line_that_is_broken_keeps_its_styles_and_goes_on_below_its_text() -> None:
+    pieces = [("finding    ", "dim"), ("rank 1 takes longer; compare its device", "alarm"), ("", "")]
+    assert fitted(pieces, 80) == [pieces]
+    assert fitted(pieces, 32) == [
+        [("finding    ", "dim"), ("rank 1 takes longer;", "alarm")],
+        [(" " * 11, ""), ("compare its device", "alarm")],
+    ]
+    assert fitted([("failed", "alarm"), (" in 9 s; no step", ""), (", with NaN", "alarm")], 16) == [
+        [("failed", "alarm"), (" in 9 s;", "")],
+        [("  ", ""), ("no step", ""), (", with", "alarm")],
+        [("  ", ""), ("NaN", "alarm")],
+    ]

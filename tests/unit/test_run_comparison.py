@@ -24,6 +24,7 @@ from gputrain_tui.report.run_comparison import (
     RunComparison,
     block_steps,
     compare,
+    figure_title,
     incomparable,
 )
 from gputrain_tui.report.run_report import (
@@ -79,6 +80,16 @@ def recorded(
         blocks.apply(event)
         undisturbed.apply(without_core_waits(event))
     return RecordedRun(report=replace(REPORT, id=name), blocks=blocks, undisturbed=undisturbed)
+
+
+def test_a_mean_loss_is_not_called_that_of_a_step() -> None:
+    titles = [figure_title(each) for each in compare([recorded("a"), recorded("b")], loss_steps=[300]).figures]
+    assert [title for title in titles if "loss" in title] == [
+        "mean loss around step 640, nats",
+        "mean loss by samples, nats",
+        "mean loss by time, nats",
+        "mean loss around step 300, nats",
+    ]
 
 
 def measured(name: str, recall: float) -> RecordedRun:

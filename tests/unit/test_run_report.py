@@ -177,6 +177,26 @@ def test_without_events_state_and_duration_are_those_of_the_status(status: str, 
     assert lines[1] == data["verdict"]["text"] == "no step was recorded"
 
 
+def test_an_unmeasured_run_has_advice_and_no_heading_without_a_finding_below_it(tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path, steps=0, status="finished")
+    unseen = finding("not_measured", 3, rank=0, severity="info", cause="no_steps", advice="inherit from torch")
+    write(run.dir.rank_events(0), unseen)
+    data, lines = told(run)
+    assert (data["verdict"]["kind"], data["verdict"]["advice"]) == ("unmeasured", "inherit from torch")
+    assert "what was found, and when" not in lines
+    write(run.dir.rank_events(0), msgspec.structs.replace(unseen, severity="warning"))
+    data, lines = told(run)
+    assert (data["verdict"]["kind"], data["verdict"]["advice"]) == ("not_measured", "inherit from torch")
+    assert lines[lines.index("what was found, and when") + 1].endswith("  not measured")
+
+
+@pytest.mark.parametrize(("status", "over"), [("finished", "all steps"), ("running", "the last 40 steps")])
+def test_a_report_says_which_steps_its_means_are_over(status: str, over: str, tmp_path: Path) -> None:
+    data, lines = told(synthetic.run(tmp_path, steps=40, status=status), width=120)
+    assert data["means_over"] == over
+    assert f"where a step's time goes  means over {over}, `gputrain compare` leaves the first tenth out" in lines
+
+
 def told(run: Run, width: int = 100) -> tuple[dict[str, Any], list[str]]:
     """Return the report of a run as JSON and as text."""
     live = read_run_record(run)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
+import subprocess
 import time
 from pathlib import Path
 
@@ -11,17 +13,88 @@ from made_runs import NOON, append_events, make_run, step
 
 from gputrain_tui.history.follow import AppendedFile, Follower
 from gputrain_tui.history.record_tail import last_step
-from gputrain_tui.history.run_folders import create, find, list_runs, run_id
+from gputrain_tui.history.run_folders import create, find, list_runs, open_directory, run_id
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.status_file import ENDED, Status, read_status
 from gputrain_tui.history.summary import summarize
+from gputrain_tui.report.load_report import read_run_record
 from trainer.contract.errors import RequestError
-from trainer.contract.record import EventWriter, Finding, RankState, RunDir, RunEnded, RunStarted, Step, encode_event
+from trainer.contract.record import (
+    AnyEvent,
+    EventWriter,
+    Failure,
+    Finding,
+    RankState,
+    RunDir,
+    RunEnded,
+    RunStarted,
+    Step,
+    encode_event,
+)
 from trainer.host.process_identity import ProcessIdentity, identify, is_alive
 
 
 def ended(moment: float = NOON) -> RunEnded:
     return RunEnded(time=moment, status="finished", exit_code=0)
+
+
+# --- without a supervisor --------------------------------------------------------------------------------------------
+
+BEGAN = RankState(time=NOON, rank=0, state="training")
+DONE = [BEGAN, RankState(time=NOON + 9, rank=0, state="finished")]
+LOST = Failure(time=NOON + 8, rank=0, kind="lost_peer", message="lost")
+BROKE = Failure(time=NOON + 9, rank=1, kind="exception", message="ValueError: no")
+AGAIN = RankState(time=NOON + 10, rank=1, state="training")
+STATES: dict[str, tuple[list[AnyEvent], list[AnyEvent], str, float | None]] = {
+    "both finished": (DONE, [RankState(time=NOON + 11, rank=1, state="finished")], "finished", 11),
+    "one goes on": (DONE, [AGAIN], "running", None),
+    "one failed, the other lost it": ([BEGAN, LOST], [BROKE], "failed", 9),
+    "one failed, the other goes on": ([BEGAN], [BROKE], "running", None),
+    "one was started again": (DONE, [BROKE, AGAIN], "running", None),
+    "a state after the failure of the same end": (
+        DONE, [BROKE, RankState(time=NOON + 9.1, rank=1, state="failed")], "failed", 9,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_without_status_and_nodes_a_run_is_as_its_ranks_have_ended(tmp_path: Path, name: str) -> None:
+    first, second, state, took = STATES[name]
+    run = RunDir(tmp_path / "run")
+    run.events.mkdir(parents=True)
+    for rank, events in enumerate((first, second)):
+        run.rank_events(rank).write_bytes(b"".join(encode_event(event) for event in events))
+    found = open_directory(run.path)
+    assert (found.state, found.status.started) == (state, NOON)
+    assert found.status.ended == (None if took is None else NOON + took)
+    assert found.status.message == ("ValueError: no" if state == "failed" else None)
+
+
+@pytest.mark.parametrize(
+    ("host", "lives", "state"), [("", False, "lost"), ("", True, "running"), ("b", False, "running")]
+)
+def test_ranks_that_are_gone_without_an_end_leave_a_lost_run(
+    tmp_path: Path, host: str, lives: bool, state: str
+) -> None:
+    process = subprocess.Popen(["sleep", "600"])
+    run = RunDir(tmp_path / "run")
+    run.events.mkdir(parents=True)
+    here = host or socket.gethostname()
+    began = RankState(time=NOON, rank=0, state="training", host=here, pid=process.pid)
+    run.rank_events(0).write_bytes(encode_event(began) + encode_event(step(0, 9, NOON + 5)))
+    try:
+        if not lives:
+            process.terminate()
+            process.wait()
+        found = open_directory(run.path)
+        assert (found.state, found.status.started, found.status.ended) == (state, NOON, None)
+        live = read_run_record(found)
+        assert (live.over, live.status) == (state == "lost", state)
+        assert not live.over or live.elapsed_s == 5.0
+        live.close()
+    finally:
+        process.kill()
+        process.wait()
 
 
 # --- creating --------------------------------------------------------------------------------------------------------

@@ -75,6 +75,10 @@ def launch(
         if isinstance(ranks_run, Script):
             if ranks_run.starts_ranks and len(assignments) < assignments[0].local_world_size:
                 raise RequestError("--starts-ranks: another launcher has started the ranks already; remove one of both")
+            if run_dir is not None and assignments[0].rank == 0 and not environ.get(RUN):
+                print_message(
+                    f"what the script prints: {RunDir(run_dir).logs}, a file for each rank", program="trainer"
+                )
             # In a process of its own even for one rank: a script may end its process in any way, which the node agent
             # must report.
             address = master_address(init_method, environ)

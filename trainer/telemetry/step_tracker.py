@@ -62,6 +62,8 @@ class StepTracker:
         self._counts_samples = False
         """Whether a step had samples: those of earlier ones are not known."""
         self.loss: Scalar = None
+        self._has_loss = False
+        """Whether the loss of a step was known."""
         self.grad_scale: Scalar = 1.0
         """Factor of the gradients in the backward pass."""
         self.laps = 0
@@ -145,15 +147,16 @@ class StepTracker:
     def end(self, optimizer: Optimizer) -> None:
         """End the step and start the next one."""
         self.step += 1
-        lr = optimizer.param_groups[0]["lr"]
+        lr = optimizer.param_groups[0].get("lr")  # an optimizer of the script's own need not keep one there
         self._counts_samples |= bool(self.samples)
+        self._has_loss |= self.loss is not None
         self.meter.end(
             step=self.step,
             epoch=max(1, self.epoch),
             loss=self.loss,
             samples=self.samples if self._counts_samples else None,
             tokens=self.tokens,
-            lr=None if isinstance(lr, Tensor) and lr.device.type != "cpu" else float(lr),
+            lr=None if lr is None or (isinstance(lr, Tensor) and lr.device.type != "cpu") else float(lr),
             grad_scale=self.grad_scale,
             is_local=self._ddp is not None and not self.synchronises,
         )
@@ -217,6 +220,20 @@ class StepTracker:
                 "give each rank its share of the data (DistributedSampler); or start one rank",
             )
         )
+
+    def report_unseen_loss(self, why: str) -> None:
+        """Record, after the last step, that the loss of no step is known, and why; nothing without a reason."""
+        if why and not self._has_loss and self.step > self._first_step:
+            self._writer.write(
+                Finding(
+                    time=time.time(),
+                    kind="not_measured",
+                    severity="info",
+                    rank=self._rank,
+                    cause="no_loss",
+                    message=f"the loss: {why}",
+                )
+            )
 
     def discard(self) -> None:
         """Drop the step, because its optimizer step was left out, and start the next one."""

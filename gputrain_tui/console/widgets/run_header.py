@@ -246,7 +246,7 @@ def heading(live: LiveRun) -> RunHeading:
         note=_note(live),
         joins=bool(state.missing),
         noise=noise_text(state.noise_scale),
-        unmeasured=state.unmeasured,
+        unmeasured="" if state.unmeasured is None else state.unmeasured.message,
     )
 
 

@@ -80,7 +80,7 @@ function show(data) {
     main.append(section("Recipe", recipe || make("p", {}, "the same")));
     if (versions) main.append(section("Versions", versions));
   });
-  main.append(section("Where a step's time goes", phaseTable(data)));
+  main.append(section("Where a step's time goes", make("p", { class: "faint" }, "means over all steps of each run; the table above leaves the first tenth out"), phaseTable(data)));
   if (data.runs.some((run) => run.curve.step.length)) {
     const controls = make("div", { class: "controls" }, choice("over", Object.keys(AXES), view.axis || "steps", (value) => { view.axis = value; view.zoom = null; }, false), make("span", { class: "faint" }, "drag to zoom, double click or Esc for all"));
     main.append(section("Curves", controls, make("div", { class: "charts" }, overlay(data, "loss", data.loss_unit, "loss", false), overlay(data, "step time", "ms", "step_ms", true), overlay(data, "throughput", "samples/s", "samples_per_s", true))));

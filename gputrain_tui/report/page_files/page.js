@@ -145,7 +145,7 @@ function show(data) {
     make("div", { class: report.verdict.is_problem ? "verdict bad" : "verdict" }, make("strong", {}, report.verdict.text), report.verdict.advice ? make("span", {}, "→ " + report.verdict.advice) : ""),
     report.record_gap ? make("p", { class: "alarm" }, "the record is not whole: " + report.record_gap) : "",
     ...report.attempts.map((text) => make("p", { class: "faint" }, text)));
-  if (report.parts.length) main.append(section("Where a step's time goes", partTable(report)));
+  if (report.parts.length) main.append(section("Where a step's time goes", make("p", { class: "faint" }, `means over ${report.means_over}, gputrain compare leaves the first tenth out`), partTable(report)));
   main.append(make("div", { class: "controls" }, choice("rank", ranks, view.rank, (value) => { view.rank = value; }), choice("host", hosts, view.host, (value) => { view.host = value; }), make("span", { class: "faint" }, "drag to zoom, double click or Esc for all")));
   main.append(section("Over the steps", make("div", { class: "charts" }, ...stepCharts(data))));
   if (data.charts.metrics.length) {

@@ -8,29 +8,54 @@ from typing import Literal
 
 from trainer.contract.record import Finding
 
+UNSEEN_AFTER = 100
+"""Backward passes without any optimizer's step, or such steps without a backward pass, after which the record says so;
+a script that accumulates over more of them is measured from its first step on."""
+OF_TORCH = "let an optimizer of your own inherit from torch.optim.Optimizer"
 
-def what_is_missing(*, optimizer_steps: int, backward: bool) -> tuple[str, str]:
-    """Return what was not seen, and what would be; ``backward``: whether a backward pass was seen."""
+
+def unseen_steps(rank: int, optimizer_steps: int, *, backward: bool, earlier: bool, at_end: bool) -> Finding:
+    """Return the finding that no step is seen: a warning if it is certain that the script has trained so.
+
+    ``backward``: whether a backward pass was seen; ``earlier``: whether steps were measured before.
+    """
+    missing, advice = _what_is_missing(optimizer_steps=optimizer_steps, backward=backward)
+    message = f"{missing}, so {'no further step' if earlier else 'nothing of this training'} is measured"
+    certain = at_end and (backward or optimizer_steps > 0)
+    return not_measured(rank, message, advice, severity="warning" if certain else "info")
+
+
+def _what_is_missing(*, optimizer_steps: int, backward: bool) -> tuple[str, str]:
     if optimizer_steps:
-        return "no call of backward() was seen", "seen is loss.backward() outside of torch.compile and CUDA graphs"
-    seen = "step() of a torch.optim optimizer outside of torch.compile"
-    if not backward:
-        return "neither backward() nor an optimizer's step was seen", f"seen are backward() and {seen}"
-    return "no optimizer's step was seen", f"seen is {seen}"
+        return "no call of backward() was seen", "call loss.backward() outside of torch.compile and CUDA graphs"
+    step = f"{OF_TORCH} and call its step() outside of torch.compile"
+    if backward:
+        return "no optimizer's step was seen", step
+    return (
+        "neither backward() nor an optimizer's step was seen",
+        f"{step}, as loss.backward(); if the script starts the processes that train, set starts_ranks = true in "
+        "[train] or call trainer.watch in them",
+    )
 
 
-def not_measured(rank: int, message: str, *, state: Literal["raised", "cleared"] = "raised") -> Finding:
-    """Return the finding that no step of a rank is seen."""
+def not_measured(
+    rank: int,
+    message: str,
+    advice: str = "",
+    *,
+    severity: Literal["warning", "info"] = "info",
+    state: Literal["raised", "cleared"] = "raised",
+) -> Finding:
+    """Return the finding that no step of a rank is seen; a warning is the run's, and rank 0 gives it for all."""
     return Finding(
         time=time.time(),
         kind="not_measured",
         state=state,
-        severity="info",
+        severity="info" if rank else severity,
         rank=rank,
         cause="no_steps",
         message=message,
-        advice="processes that a script starts are measured if they join a process group of torch.distributed; "
-        "set starts_ranks = true in [train] if a launcher in the script is to start the ranks, or call trainer.watch",
+        advice=advice,
     )
 
 

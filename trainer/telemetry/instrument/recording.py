@@ -22,17 +22,13 @@ from trainer.telemetry.instrument.fetched_batches import BatchSize, FetchedBatch
 from trainer.telemetry.instrument.followed_models import FollowedModels
 from trainer.telemetry.instrument.guarded import guarded
 from trainer.telemetry.instrument.model_parallel import ModelParallelism, is_trained, is_training, is_wrapped
-from trainer.telemetry.instrument.not_measured import not_measured, print_line, what_is_missing
+from trainer.telemetry.instrument.not_measured import UNSEEN_AFTER, not_measured, print_line, unseen_steps
 from trainer.telemetry.instrument.optimizer_cycle import OptimizerCycle
 from trainer.telemetry.instrument.outermost_calls import OutermostCalls
 from trainer.telemetry.instrument.script_losses import StepLosses, is_made_of, newest_number
 from trainer.telemetry.step_meter import Phase
 from trainer.telemetry.step_tracker import StepTracker
 from trainer.telemetry.torch_compile import CompilationReport
-
-UNSEEN_AFTER = 100
-"""Backward passes without any optimizer's step, or such steps without a backward pass, after which the record says so;
-a script that accumulates over more of them is measured from its first step on."""
 
 
 class Recording:
@@ -102,8 +98,8 @@ class Recording:
     def close(self, *, handed_over: bool = False, failed: bool = False) -> str:
         """Write the last steps and stop measuring; return why the end of the record is not on disk, empty if it is."""
         with self._closing:
-            if self.on and not handed_over and not failed and not self.steps and not self._is_unmeasured:
-                self._report_unmeasured()
+            if self.on and not handed_over and not failed and not self.steps:
+                self._report_unmeasured(at_end=True)
             self.on = False
             self._calls.stop()
             tracker, other_thread = self._tracker, self.thread != threading.get_ident()
@@ -111,18 +107,20 @@ class Recording:
                 if not failed and not other_thread:
                     tracker.check_last_step()
                 tracker.write_checksum()
+                tracker.report_unseen_loss(self._losses.unseen)
                 tracker.meter.close(other_thread=other_thread)
             self._writer.close()
             return self._writer.write_error
 
-    def _report_unmeasured(self) -> None:
+    def _report_unmeasured(self, *, at_end: bool = False) -> None:
+        found = unseen_steps(
+            self._rank, self.optimizer_steps, backward=self._tracker is not None, earlier=self.steps > 0, at_end=at_end
+        )
+        if not self._is_unmeasured:
+            print_line(f"{found.message}; {found.advice}")
         self._is_unmeasured = True
-        missing, measured = what_is_missing(optimizer_steps=self.optimizer_steps, backward=self._tracker is not None)
-        unmeasured = "no further step" if self.steps else "nothing of this training"
-        message = f"{missing}, so {unmeasured} is measured; {measured}"
-        print_line(message)
         self._open_record()
-        self._writer.write(not_measured(self._rank, message))
+        self._writer.write(found)
 
     def _open_record(self) -> None:
         if not self._writer.enabled:

@@ -24,6 +24,8 @@ class StepLosses:
     def __init__(self) -> None:
         self._losses: list[Tensor | float | None] = []
         """None for one that cannot be read."""
+        self._unread = ""
+        """On what the last backward pass was called whose loss is not known."""
         self._before = 0
         """Number of losses before the last backward pass."""
         self._after_closure: int | None = None
@@ -45,7 +47,17 @@ class StepLosses:
             output, factor = scaled[1:]
         if output.numel() == 1 and output.is_floating_point():
             self._losses.append(_number(output))
+            if self._losses[-1] is None:
+                self._unread = f"a {type(output).__name__} of which this rank has a part"
+        else:
+            self._unread = "a tensor of several values"
         return factor
+
+    @property
+    def unseen(self) -> str:
+        """Why losses are not known, and how they would be; empty if all are."""
+        how = "call it on one number, or give a loss to watched.report(loss=…) of trainer.watch"
+        return self._unread and f"backward() was called on {self._unread} ({how})"
 
     def remove_last(self) -> None:
         """Remove what the last backward pass added, because it failed."""
@@ -73,6 +85,8 @@ class StepLosses:
             return sum(numbers)
         if tensors and len(tensors) == len(self._losses):
             return tensors[0] if len(tensors) == 1 else torch.stack(tensors).sum()
+        if None not in self._losses and self._losses:
+            self._unread = "a tensor of another device than the model's"
         return None
 
     def clear(self) -> None:
