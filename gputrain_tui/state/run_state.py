@@ -395,9 +395,8 @@ class RunState:
         else:
             self.findings.pop((event.kind, event.rank), None)
         if event.kind == "non_finite":
-            is_nan = loss_is_nan(self.findings.values())
             for view in self.ranks.values():
-                view.loss_is_nan = is_nan
+                view.loss_is_nan = loss_is_nan(self.findings.values())
 
     def _failure(self, event: record.Failure) -> None:
         self.failures.append(event)
