@@ -229,6 +229,7 @@ def event_line(event: AnyEvent) -> list[Piece] | None:
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:
     """Return a line as lines of at most ``width``, those after the first one indented, by default two cells more."""
+    text = printable(text)  # a line break in a name is shown, and breaks no line
     indent = indent or " " * (len(text) - len(text.lstrip()) + 2)
     return textwrap.wrap(
         text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False,
@@ -237,10 +238,14 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def fitted(pieces: Sequence[Piece], width: int) -> list[list[Piece]]:
-    """Return a line as lines of at most ``width``, broken at words; later ones begin below what follows a title."""
+    """Return a line as lines of at most ``width``, broken at words; later ones begin below what follows a title.
+
+    A line that a program has printed is whole: it may be copied.
+    """
+    pieces = [(printable(piece), style) for piece, style in pieces]
     text = "".join(piece for piece, _ in pieces)
-    if len(text) <= width:
-        return [list(pieces)]
+    if len(text) <= width or pieces[0][0].startswith("  │ "):
+        return [pieces]
     title = pieces[0][0]
     indent = " " * (len(title) if len(pieces) > 1 and title.endswith(" ") else 2)
     lines: list[list[Piece]] = []

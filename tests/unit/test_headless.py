@@ -508,6 +508,12 @@ def test_a_finding_is_broken_at_words_on_a_terminal_and_not_at_all_in_a_log() ->
 def test_a_line_that_is_broken_keeps_its_styles_and_goes_on_below_its_text() -> None:
     pieces = [("finding    ", "dim"), ("rank 1 takes longer; compare its device", "alarm"), ("", "")]
     assert fitted(pieces, 80) == [pieces]
+    assert fitted([("saved in ", ""), ("a\nb c", "dim")], 12) == [
+        [("saved in ", ""), ("a␊b", "dim")],
+        [(" " * 9, ""), ("c", "dim")],
+    ]
+    printed = [("  │ ", "dim"), ("Traceback (most recent call last)", "")]
+    assert fitted(printed, 12) == [printed]
     assert fitted(pieces, 32) == [
         [("finding    ", "dim"), ("rank 1 takes longer;", "alarm")],
         [(" " * 11, ""), ("compare its device", "alarm")],
