@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from gloo_group import Member, Processes
@@ -101,6 +102,32 @@ def join_after_a_refusal(*, url: str, rank: int, world_size: int) -> None:
     while not keys.check(["result"]):
         pass
     rendezvous.join(rdzv, rendezvous.own_registration(rank=rank, world_size=world_size, identity="run-1"), wait)
+
+
+def join_after_the_first_claim(report: str, *, url: str, rank: int, world_size: int) -> None:
+    """Be the first of a run, but look away before the rank is claimed, until another rank has refused this one."""
+    wait = store.Wait(20.0, None)
+    rdzv = store.open_store(url, rank=rank, world_size=world_size, wait=wait, environ={})
+    keys, mine = PrefixStore(store.KEY_PREFIX, rdzv.store), registration(rank, world_size)
+    keys.compare_set("first", "", msgspec.json.encode(mine).decode())
+    Path(report).touch()
+    while not keys.check(["result"]):
+        pass
+    time.sleep(0.3)
+    rendezvous.join(rdzv, mine, wait)
+
+
+def join_once(report: str, *, url: str, rank: int, world_size: int) -> None:
+    """Serve the store, but join only when the report is there."""
+    wait = store.Wait(20.0, None)
+    rdzv = store.open_store(url, rank=rank, world_size=world_size, wait=wait, environ={})
+    while not Path(report).exists():
+        time.sleep(0.005)
+    rendezvous.join(rdzv, rendezvous.own_registration(rank=rank, world_size=world_size, identity="run-1"), wait)
+
+
+def registration(rank: int, world_size: int) -> rendezvous.Registration:
+    return rendezvous.own_registration(rank=rank, world_size=world_size, identity="run-2")
 
 
 def join_and_gather(*, url: str, world_size: int, rank: int) -> list[int]:
@@ -242,6 +269,18 @@ def test_ranks_that_disagree_on_the_world_size_are_named(processes: Processes, u
         assert "ranks disagree on the world size" in outcome.message
         assert "2 on rank 0 (pid " in outcome.message
         assert "3 on rank 1 (pid " in outcome.message
+
+
+def test_rank_0_serves_the_store_until_the_first_one_has_read_that_it_is_refused(
+    processes: Processes, tcp: str, tmp_path: Path
+) -> None:
+    serving, first = processes.take(2)
+    report = tmp_path / "report"
+    first.begin(join_after_the_first_claim, report=str(report), url=tcp, world_size=2, rank=1)
+    serving.begin(join_once, report=str(report), url=tcp, world_size=2, rank=0)
+    outcomes = [member.outcome() for member in (serving, first)]
+    assert [outcome.kind for outcome in outcomes] == ["RequestError"] * 2
+    assert all("'run-2' is rank 1" in outcome.message for outcome in outcomes)
 
 
 def test_ranks_of_two_runs_refuse_each_other(processes: Processes, url: str) -> None:

@@ -303,10 +303,12 @@ def _await_refusal_read(keys: Store, rdzv: RendezvousStore, mine: Registration) 
         if mine.rank != 0 and rdzv.file is not None:
             return  # rank 0 removes the file at once, and a read of a removed file waits until it times out
         joined, _ = _joined_and_missing(keys, mine.world_size, set())
+        # The first rank may have been refused before it has registered as its rank.
+        first = msgspec.json.decode(keys.get("first"), type=Registration) if keys.check(["first"]) else mine
         if mine.rank != 0 and (
             0 not in joined or _read_registration(keys, 0).network_namespace != mine.network_namespace
         ):
             return
-        wait_for_keys(keys, [f"refusal_read/{rank}" for rank in joined], REFUSAL_LINGER_S)
+        wait_for_keys(keys, [f"refusal_read/{rank}" for rank in {*joined, first.rank}], REFUSAL_LINGER_S)
     if mine.rank == 0:
         remove_store_file(rdzv)
