@@ -286,7 +286,7 @@ def test_a_wrong_eval_only_is_refused_in_one_line(
     message: str,
 ) -> None:
     (tmp_path / "empty").mkdir()
-    torch.distributed.checkpoint.save({"step": torch.zeros(())}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    torch.distributed.checkpoint.save({"step": torch.zeros(())}, checkpoint_id=tmp_path / "dcp")
     places = {"folder": tmp_path, "best": trained[1] / "best.pt"}
     refused = on_ranks_in_folder(evaluate, {name: text.format(**places) for name, text in options.items()})
     assert isinstance(refused, Raised), refused

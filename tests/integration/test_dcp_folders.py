@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from rank_group import Gang
+from rank_group import FSDP_ON_CPU, Gang
 from torch import Tensor, nn
 from trained import train
 
@@ -291,7 +291,10 @@ def tuned(run_dir: Path, text: Path, start: Path, *words: object, ranks: int = 2
     return train(run_dir, *flags, *steps, "--finetune-from", start, *words, ranks=ranks)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", pytest.param("fsdp", marks=pytest.mark.skipif(not FSDP_ON_CPU, reason="FSDP2 of this torch needs a GPU"))],
+)
 def test_a_training_starts_from_the_weights_of_a_folder(
     sharded: Path, tmp_path: Path, text: Path, strategy: str
 ) -> None:

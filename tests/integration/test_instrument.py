@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_group import Gang
+from rank_group import FSDP_ON_CPU, Gang
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -375,8 +375,6 @@ def two_models_one_optimizer(rank: int, steps: int) -> tuple[list[nn.Module], li
     return [body, head], losses
 
 
-ON_CPU = hasattr(torch.cpu.Stream, "record_event")
-"""Whether FSDP2 works on CPU ranks."""
 LOOPS: dict[Loop, set[str]] = {
     accumulating_within_no_sync: set(),
     lbfgs: set(),
@@ -444,7 +442,7 @@ def _losses(events: list[Step]) -> list[float | None]:
 @pytest.mark.parametrize(
     "loop",
     [
-        pytest.param(loop, marks=pytest.mark.skipif(not ON_CPU, reason="FSDP2 of this torch needs a GPU"))
+        pytest.param(loop, marks=pytest.mark.skipif(not FSDP_ON_CPU, reason="FSDP2 of this torch needs a GPU"))
         if loop is sharded
         else loop
         for loop in LOOPS

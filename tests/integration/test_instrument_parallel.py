@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_group import Gang
+from rank_group import FSDP_ON_CPU, Gang
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -28,8 +28,6 @@ from trainer.telemetry import instrument
 BATCH = 8
 STEPS = 20
 OWN_CODE_MS = 20.0
-ON_CPU = hasattr(torch.cpu.Stream, "record_event")
-"""Whether FSDP2 works on CPU ranks."""
 
 Loop = Callable[[int, int], tuple[nn.Module, list[float]]]
 """Takes the rank and a number of steps; returns the model and the loss that each step is to have on record."""
@@ -329,7 +327,7 @@ LOOPS: dict[Loop, tuple[set[str], tuple[int | None, int | None]]] = {
 @pytest.mark.parametrize(
     "loop",
     [
-        pytest.param(loop, marks=pytest.mark.skipif(not ON_CPU, reason="FSDP2 of this torch needs a GPU"))
+        pytest.param(loop, marks=pytest.mark.skipif(not FSDP_ON_CPU, reason="FSDP2 of this torch needs a GPU"))
         if loop is sharded_by_block
         else loop
         for loop in LOOPS

@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 import torch
 from loop_on_ranks import train_on
-from rank_group import Gang
+from rank_group import FSDP_ON_CPU, Gang
 
 TASK = "block_tasks:BlockTask"
 EXACT = 1e-12
-ON_CPU = hasattr(torch.cpu.Stream, "record_event")
-"""Whether this torch divides models on CPU ranks."""
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def gang(request: pytest.FixtureRequest) -> Iterator[Gang]:
-    if not ON_CPU:
+    if not FSDP_ON_CPU:
         pytest.skip("FSDP2 of this torch needs a GPU")
     members = Gang(request.param)
     yield members
@@ -28,7 +26,7 @@ def gang(request: pytest.FixtureRequest) -> Iterator[Gang]:
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Gang]:
-    if not ON_CPU:
+    if not FSDP_ON_CPU:
         pytest.skip("FSDP2 of this torch needs a GPU")
     members = Gang(2)
     yield members
@@ -102,7 +100,7 @@ def test_both_strategies_begin_with_the_weights_of_a_file(two: Gang, tmp_path: P
     assert difference(sharded, ddp) < EXACT < difference(ddp, fresh)
 
 
-@pytest.mark.skipif(ON_CPU, reason="this torch divides models on CPU ranks")
+@pytest.mark.skipif(FSDP_ON_CPU, reason="this torch divides models on CPU ranks")
 def test_a_torch_that_divides_models_on_gpus_only_is_refused_with_what_works() -> None:
     members = Gang(2)
     error = trained(members, strategy="fsdp")["error"]
@@ -110,7 +108,7 @@ def test_a_torch_that_divides_models_on_gpus_only_is_refused_with_what_works() -
     assert error.endswith("which has it on GPUs only; --strategy ddp works")
 
 
-@pytest.mark.skipif(not ON_CPU, reason="FSDP2 of this torch needs a GPU")
+@pytest.mark.skipif(not FSDP_ON_CPU, reason="FSDP2 of this torch needs a GPU")
 @pytest.mark.parametrize(("before", "after"), [(3, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_other_ranks_continue_what_some_began(tmp_path: Path, before: int, after: int) -> None:
     members = Gang(before)

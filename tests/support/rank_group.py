@@ -10,8 +10,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
 from forked_trainer import context
 from waiting import LIMIT_S
+
+FSDP_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
+"""Whether FSDP2 of this torch divides models among CPU ranks."""
 
 
 class Gang:
