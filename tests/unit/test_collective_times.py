@@ -33,7 +33,7 @@ def step_of(*calls: tuple[int, str, float, list[tuple[float, float]], bool], det
     """Return readings of calls: group, operation, start, times of waiting, and whether the last one completes it."""
     step = StepCollectives(GROUPS, detailed)
     for group, operation, start, waits, complete in calls:
-        call = Call(group, operation, 100, _interval(start), at(start))
+        call = Call(group, operation, 100, _interval(start), at(start), at(start))
         step.calls.append(call)
         for begin, end in waits:
             last = complete and (begin, end) == waits[-1]

@@ -371,7 +371,7 @@ def test_a_step_stuck_in_a_collective_of_the_script_waits_for_others(tmp_path: P
     meter.lap("forward")
     group = NamedGroup("tp", [0, 1])
     collectives.names.named.append(group)
-    collectives.blocked = Call(0, "all_gather", 0, 1, (0.0, 0.0))
+    collectives.blocked = Call(0, "all_gather", 0, 1, (0.0, 0.0), (0.0, 0.0))
     deadline = time.monotonic() + 10
     while not (found := _doing(tmp_path)) and time.monotonic() < deadline:
         clock.advance(1000)

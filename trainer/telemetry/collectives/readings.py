@@ -5,32 +5,35 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from trainer.telemetry.clocks import Mark
 from trainer.telemetry.collectives.group_names import NamedGroup
 
 
-class Call:
-    """A collective, from its call to the end of the wait for it."""
+class Call(Struct, eq=False, gc=False):
+    """A collective, from its call to the end of the wait for it.
 
-    __slots__ = ("begun", "bytes", "group", "interval", "operation", "start", "waited")
+    A struct in C, since a step may have hundreds.
+    """
 
-    def __init__(self, group: int, operation: str, nbytes: int, interval: int, start: Mark) -> None:
-        self.group = group
-        """Index in ``GroupNames.named``."""
-        self.operation = operation
-        self.bytes = nbytes
-        self.interval = interval
-        """Number of phases of the step that were complete at the call."""
-        self.start = self.begun = start
-        """At the call; and where the rank was blocked in it last."""
-        self.waited = False
-        """Whether a wait for it has ended."""
+    group: int
+    """Index in ``GroupNames.named``."""
+    operation: str
+    bytes: int
+    interval: int
+    """Number of phases of the step that were complete at the call."""
+    start: Mark
+    begun: Mark
+    """Where the rank was blocked in it last; at first its start."""
+    waited: bool = False
+    """Whether a wait for it has ended."""
 
 
 Wait = tuple[Call, int, Mark, Mark, bool]
 """Time for which the training thread, or on a GPU its stream, was blocked in a call or in waiting for its result: the
 call, the number of phases of the step that were complete, start, end, and whether the collective is complete with it.
-A plain tuple, since a step may have hundreds."""
+A plain tuple, for the same reason."""
 
 
 @dataclass(slots=True)
