@@ -72,6 +72,7 @@ def _json(run: str, groups: list[StackGroup], silent: list[int]) -> dict[str, An
                 "line": group.line,
                 "problem": group.problem,
                 "threads": _threads_json(group.threads),
+                "workers": _threads_json(group.workers),
                 "native": _threads_json(group.native),
                 "native_problem": group.native_problem,
                 "collectives": [

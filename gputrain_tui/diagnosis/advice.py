@@ -91,9 +91,8 @@ ADVICE = {
     "desync": "stop and resume from the last checkpoint; look for a step, a learning rate or a random choice that "
     "depends on the rank, and for parameters that changed outside the optimizer",
     "loss_spike": "lower the learning rate or clip gradients (clip_norm); look at the data of these steps",
-    "stalled_behind": "`gputrain stacks` prints where each rank is, but no worker process of a DataLoader: "
-    "num_workers = 0 reads in the rank itself, `py-spy dump --pid N` shows one; if ranks are in different collectives, "
-    "look for a branch that only some of them take",
+    "stalled_behind": "`gputrain stacks` prints where each rank is, and the worker processes of its DataLoader; if "
+    "ranks are in different collectives, look for a branch that only some of them take",
     "stalled_left": "give all ranks the same number of batches (drop_last, a DistributedSampler), or leave the loop "
     "on all of them at the same step",
     "stalled_left_at_once": "its script ended with exit code 0 before it met the others: look for a branch on "

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Literal
 
 from gputrain_tui.tables import ranks_text
 from trainer.contract.record import CodeFrame, Collective, RankStacks, ThreadStack
+from trainer.contract.record.code_stacks import LOADER_FILE, waits_for_worker
 
-LOADER_FILE = "torch/utils/data/dataloader.py"
 WAITS = {
     "trainer/telemetry/comm_hook.py": "synchronising gradients",
     "torch/distributed/distributed_c10d.py": "in {}",
@@ -20,7 +19,7 @@ WAITS = {
 }
 """File of a library to what a thread in it does; ``{}`` is a public function of the file."""
 UNSEEN_WORKERS = (
-    "the worker processes of the DataLoader are not shown: num_workers = 0 reads in the rank itself; "
+    "its worker processes have no stack, as they were not forked or do not answer: num_workers = 0 reads in the rank; "
     "`py-spy dump --pid N` shows one of `pgrep -P {pid}`"
 )
 _FOLDER = re.compile(r".*/(?:site-packages|dist-packages|python3\.\d+)/")
@@ -46,6 +45,8 @@ class StackGroup:
     """Why there are none, where they were asked for."""
     pid: int | None = None
     """Process of the first of these ranks."""
+    workers: list[ThreadStack] = field(default_factory=list)
+    """Worker processes of the first of these ranks, where these wait for their DataLoader."""
 
     @property
     def line(self) -> str:
@@ -54,7 +55,12 @@ class StackGroup:
         frames = main[0].frames if main else []
         own = next((frame for frame in frames if frame.user), None)
         texts = [waits_for(frames), frame_text(own) if own else "", frame_text(frames[0]) if frames and not own else ""]
-        return ", ".join(text for text in texts if text)
+        line = ", ".join(text for text in texts if text)
+        busy = next((worker for worker in self.workers if worker.frames and not is_idle(worker)), None)
+        if busy is None:
+            return line
+        call = next((frame for frame in busy.frames if frame.user), busy.frames[0])
+        return f"{line}; {busy.name}: {frame_text(call)}"
 
 
 def frame_text(frame: CodeFrame) -> str:
@@ -77,24 +83,29 @@ def waits_for(frames: Iterable[CodeFrame]) -> str:
     return ""
 
 
-def waits_for_worker(frames: Iterable[CodeFrame]) -> bool:
-    """Whether a thread waits for a worker process of a DataLoader, whose stack is not in the answer."""
-    outside = takewhile(lambda frame: not frame.user, frames)
-    return any(frame.function == "_get_data" and frame.file.endswith(LOADER_FILE) for frame in outside)
+def is_idle(worker: ThreadStack) -> bool:
+    """Whether a worker process of a DataLoader waits for the indices of its next batch."""
+    return any(frame.function == "get" and frame.file.endswith("multiprocessing/queues.py") for frame in worker.frames)
 
 
 def group_stacks(answers: Iterable[RankStacks]) -> list[StackGroup]:
     """Return the groups of equal answers, those with the fewest ranks first: they are where a run hangs.
 
     Ranks are at the same place if their main threads are in the same functions and at the same lines of the user's
-    code; the lines of libraries differ between ranks that wait in the same collective.
+    code, and if they wait for worker processes that are; the lines of libraries differ between ranks that wait in the
+    same collective.
     """
     groups: dict[object, list[RankStacks]] = {}
     for answer in sorted(answers, key=lambda answer: answer.rank):
         frames = answer.threads[0].frames if answer.threads else []
-        key = answer.problem, tuple((each.file, each.function, each.line if each.user else 0) for each in frames)
+        busy = frozenset(_position(worker.frames) for worker in answer.workers if not is_idle(worker))
+        key = answer.problem, _position(frames), busy
         groups.setdefault(key, []).append(answer)
     return sorted(map(_group, groups.values()), key=lambda group: (len(group.ranks), group.ranks))
+
+
+def _position(frames: Iterable[CodeFrame]) -> tuple[tuple[str, str, int], ...]:
+    return tuple((each.file, each.function, each.line if each.user else 0) for each in frames)
 
 
 def _group(answers: Sequence[RankStacks]) -> StackGroup:
@@ -116,6 +127,7 @@ def _group(answers: Sequence[RankStacks]) -> StackGroup:
         native=with_native.native,
         native_problem=with_native.native_problem,
         pid=first.pid,
+        workers=first.workers,
     )
 
 
@@ -148,9 +160,14 @@ def group_lines(
                 break
             if number:
                 lines.append((f"  {thread.name}", "note"))
-            for frame in thread.frames:
-                lines.append((f"  {'>' if frame.user else ' '} {frame_text(frame)}", "user" if frame.user else "call"))
-        if shown and waits_for_worker(shown[0].frames):
+            lines += _call_lines(thread)
+        for worker in group.workers:
+            if not is_idle(worker):
+                lines += [(f"  {worker.name}", "note"), *_call_lines(worker)]
+        if idle := sum(map(is_idle, group.workers)):
+            processes = "worker processes wait" if idle > 1 else "worker process waits"
+            lines.append((f"  {idle} {processes} for the next batch's indices", "note"))
+        if shown and not group.workers and waits_for_worker(shown[0].frames):
             lines.append((f"  {UNSEEN_WORKERS.format(pid=group.pid or 'PID')}", "note"))
         if group.native_problem:
             lines.append((f"  no native frames: {group.native_problem}", "note"))
@@ -160,6 +177,13 @@ def group_lines(
         if len(group.collectives) > most_sets:
             lines.append((f"  {len(group.collectives) - most_sets} other sets of last collectives: --json", "note"))
         yield lines
+
+
+def _call_lines(thread: ThreadStack) -> list[tuple[str, LineKind]]:
+    return [
+        (f"  {'>' if frame.user else ' '} {frame_text(frame)}", "user" if frame.user else "call")
+        for frame in thread.frames
+    ]
 
 
 def collective_text(collective: Collective) -> str:

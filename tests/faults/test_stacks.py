@@ -174,3 +174,32 @@ def test_a_stopped_process_is_named_as_stopped_and_the_record_keeps_all(stacks: 
     stacks.process.communicate(timeout=LIMIT_S)
     code, kept = stacks.call("--rank", "4")
     assert (code, kept["groups"]) == (1, [group for group in answer["groups"] if group["ranks"] == [4]])
+
+
+def test_a_hanging_worker_of_a_loader_is_shown_with_its_line_and_leaves_the_log_as_it_is(bench: Bench) -> None:
+    script = SCRIPT.with_name("hanging_loader.py")
+    path = bench.folder / "loader.toml"
+    path.write_text(RECIPE.replace(str(SCRIPT), str(script)).replace("cpu_ranks = 6", "cpu_ranks = 2"))
+    process = bench.start("run", path)
+    run: Run = until(bench.runs)[0]
+    until((run.dir.path / "hangs").exists)
+
+    def waiting() -> dict[int, Any] | None:
+        """Return the answers by rank, once rank 1 waits."""
+        out, _ = bench.start("stacks", "last", "--json").communicate(timeout=LIMIT_S)
+        of_rank = {group["ranks"][0]: group for group in json.loads(out)["groups"]}
+        return of_rank if "waiting for a batch" in of_rank[1]["line"] else None
+
+    of_rank = until(waiting)
+    line = 1 + script.read_text().splitlines().index("    os.read(silent, 1)")
+    waits, _, worker = of_rank[1]["line"].partition("; ")
+    assert waits.startswith("waiting for a batch of the DataLoader, ")
+    assert re.fullmatch(rf"worker process \d+: .*{script.name}:{line} in read_from_dead_server", worker)
+    hanging = [each for each in of_rank[1]["workers"] if any(frame["user"] for frame in each["frames"])]
+    assert [frame["function"] for frame in hanging[0]["frames"]][:2] == ["read_from_dead_server", "__getitem__"]
+    assert len(of_rank[1]["workers"]) == 2, "the other worker waits for its next batch's indices"
+    assert of_rank[0]["workers"] == []
+    assert "_worker_loop" not in run.dir.rank_log(1).read_text()
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+    process.communicate(timeout=LIMIT_S)

@@ -44,6 +44,27 @@ def test_the_line_says_what_a_rank_waits_for_and_where(frames: list[CodeFrame], 
     assert group.line == line
 
 
+def test_a_loader_worker_is_shown_where_it_is_and_those_without_work_are_counted() -> None:
+    waiting = [CodeFrame(LOADER, 700, "_get_data"), user(5)]
+    idle = ThreadStack("worker process 8", [CodeFrame("/usr/lib/python3.12/multiprocessing/queues.py", 113, "get")])
+    busy = ThreadStack("worker process 9", [CodeFrame("/opt/PIL/Image.py", 3, "open"), user(88, "load")])
+    answers = [answer(rank, *waiting) for rank in range(3)]
+    answers[1].workers, answers[2].workers = [idle, busy], [idle]
+    groups = group_stacks(answers)
+    assert [group.ranks for group in groups] == [[1], [0, 2]], "a rank whose worker is elsewhere is elsewhere"
+    assert [group.line for group in groups] == [
+        "waiting for a batch of the DataLoader, train.py:5 in step; worker process 9: train.py:88 in load",
+        "waiting for a batch of the DataLoader, train.py:5 in step",
+    ]
+    first, _ = group_lines(groups, threads=False)
+    assert [text for text, _ in first][3:] == [
+        "  worker process 9",
+        "    /opt/PIL/Image.py:3 in open",
+        "  > train.py:88 in load",
+        "  1 worker process waits for the next batch's indices",
+    ]
+
+
 def test_ranks_without_an_answer_are_together_by_the_reason() -> None:
     groups = group_stacks([answer(0, problem="no answer"), answer(1, problem="no answer"), answer(2, user(1))])
     assert [(group.ranks, group.problem, group.line) for group in groups] == [
@@ -93,11 +114,11 @@ def test_native_frames_or_their_lack_are_shown(native: list[ThreadStack], proble
         ([CodeFrame(C10D, 1, "barrier"), user(5), CodeFrame(LOADER, 1464, "_get_data")], False),
     ],
 )
-def test_a_rank_that_waits_for_a_loader_worker_says_that_the_worker_is_not_shown_and_how_to_see_it(
+def test_a_rank_that_waits_for_a_loader_worker_says_that_it_has_no_stack_and_how_to_see_it(
     frames: list[CodeFrame], is_said: bool
 ) -> None:
     stacks = RankStacks(time=1.0, rank=1, request="1", pid=4711, threads=[ThreadStack("MainThread", frames)])
     (lines,) = group_lines(group_stacks([stacks]), threads=False)
-    said = [text for text, _ in lines if "worker processes of the DataLoader are not shown" in text]
+    said = [text for text, _ in lines if "its worker processes have no stack" in text]
     assert len(said) == is_said
     assert all(text.endswith("`py-spy dump --pid N` shows one of `pgrep -P 4711`") for text in said)

@@ -8,21 +8,18 @@ rank's log.
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from msgspec import structs
 
-from trainer.agent.code_position import without_start
 from trainer.agent.native_stacks import NativeReader
+from trainer.agent.printed_stacks import LoaderWorkers, printed_stacks
 from trainer.agent.worker_process import WorkerProcess
 from trainer.contract.outcome import RankReport
 from trainer.contract.record import (
     NATIVE,
-    CodeFrame,
     Collective,
     EventWriter,
     RankStacks,
@@ -30,18 +27,16 @@ from trainer.contract.record import (
     ThreadStack,
     read_stack_request,
 )
-from trainer.contract.record.regular_file import read_part, size_of
-from trainer.host.proc_files import PROC, read_text
+from trainer.contract.record.code_stacks import waits_for_worker
+from trainer.contract.record.regular_file import size_of
+from trainer.host.process_guard import prints_on_signal
 from trainer.host.processes import is_held
 from trainer.host.stop_request import STACK_SIGNAL
-from trainer.host.user_code import is_user_code, shown_file
 
 ANSWER_S = 0.7
 """Time for a rank's thread to answer, and for the stacks to be in the log after the signal."""
 POLL_S = 0.1
 """Time between two looks for answers that are due."""
-_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)')
-_HEADING = re.compile(r"(?:Current thread|Thread) (?P<name>0x[0-9a-f]+).*\(most recent call first\):")
 
 
 class StackRequests:
@@ -54,7 +49,11 @@ class StackRequests:
         self._due: dict[int, float] = {}
         """Rank to the time at which its answer is due, on the monotonic clock."""
         self._threads: dict[int, list[ThreadStack]] = {}
-        """Rank to its stacks, for ranks whose collectives are still to come."""
+        """Rank to its stacks, for ranks whose answer is not complete."""
+        self._collectives: dict[int, list[Collective]] = {}
+        """Rank to its last collectives, likewise."""
+        self._workers: dict[int, LoaderWorkers] = {}
+        """Rank to the worker processes that it waits for, likewise."""
         self._log_from: dict[int, int] = {}
         """Rank to the size of its log before the signal, for ranks that have got one."""
         self._native = NativeReader()
@@ -67,8 +66,8 @@ class StackRequests:
         running = {rank.assignment.rank: rank for rank in ranks if not rank.ended}
         if (request := read_stack_request(self._dir)) != self._request and request:
             self._request = request
-            self._log_from.clear()
-            self._threads.clear()
+            for unfinished in (self._log_from, self._threads, self._collectives, self._workers):
+                unfinished.clear()
             self._due = dict.fromkeys(running, now + ANSWER_S)
             for rank in running.values():
                 rank.request_stacks()
@@ -94,8 +93,26 @@ class StackRequests:
         number = rank.assignment.rank
         if report.stacks:
             self._threads[number] = report.stacks
+            pid, waits = rank.process.pid, waits_for_worker(report.stacks[0].frames)
+            if waits and number in self._due and pid is not None and not rank.handles_stack_signal:
+                self._workers[number] = LoaderWorkers(pid)
         elif number in self._threads:
-            self._answer(rank, self._threads[number], collectives=report.collectives or [])
+            self._collectives[number] = report.collectives or []
+            self._complete(rank)
+
+    def _complete(self, rank: WorkerProcess) -> None:
+        """Record the answer of a rank whose stacks have come, once the workers that it waits for have been asked."""
+        number = rank.assignment.rank
+        workers = self._workers.get(number)
+        if number in self._due and workers is not None and not workers.poll():
+            self._due[number] = time.monotonic()
+        else:
+            self._answer(
+                rank,
+                self._threads[number],
+                collectives=self._collectives.get(number, []),
+                workers=workers.stacks if workers is not None else [],
+            )
 
     def _answer(
         self,
@@ -104,6 +121,7 @@ class StackRequests:
         problem: str = "",
         *,
         collectives: Sequence[Collective] = (),
+        workers: Sequence[ThreadStack] = (),
     ) -> None:
         """Record the answer of a rank, or why there is none."""
         number, pid = rank.assignment.rank, rank.process.pid
@@ -118,6 +136,7 @@ class StackRequests:
             threads=threads,
             problem=problem,
             collectives=list(collectives),
+            workers=list(workers),
         )
         self._writer.write(answer)
         if self._request.endswith(NATIVE) and pid is not None:
@@ -126,8 +145,8 @@ class StackRequests:
 
     def _overdue(self, rank: WorkerProcess) -> None:
         number, pid = rank.assignment.rank, rank.process.pid
-        if number in self._threads:  # its collectives have not come: torch's lock is taken
-            self._answer(rank, self._threads[number])
+        if number in self._threads:  # without its collectives, if these have not come: torch's lock is taken
+            self._complete(rank)
         elif self._native.reads(number):  # its process is stopped meanwhile
             self._due[number] = time.monotonic() + ANSWER_S
         elif number in self._log_from:
@@ -137,35 +156,10 @@ class StackRequests:
             self._answer(rank, [], "the process is stopped (state T)")
         elif rank.handles_stack_signal:
             self._answer(rank, [], f"the interpreter is held, and the script handles {STACK_SIGNAL.name} itself")
-        elif rank.assignment.log is None or not _prints_on_signal(pid):
+        elif rank.assignment.log is None or not prints_on_signal(pid):
             self._answer(rank, [], f"the interpreter is held, and the process does not take {STACK_SIGNAL.name}")
         else:
             self._log_from[number] = size_of(rank.assignment.log)
             self._due[number] = time.monotonic() + ANSWER_S
             with suppress(ProcessLookupError):
                 os.kill(pid, STACK_SIGNAL)
-
-
-def printed_stacks(log: Path | None, begin: int) -> list[ThreadStack]:
-    """Return the stacks that ``faulthandler`` has printed into a log after byte ``begin``, the main thread first."""
-    if log is None:
-        return []
-    max_bytes = 256 << 10  # a stack has some kilobytes
-    threads: list[ThreadStack] = []
-    with suppress(OSError):
-        for line in read_part(log, begin, max_bytes).decode("utf-8", "replace").splitlines():
-            if heading := _HEADING.match(line):
-                threads.append(ThreadStack(f"thread {heading['name']}", []))
-            elif threads and (frame := _FRAME.fullmatch(line)):
-                file = frame["file"]
-                call = CodeFrame(shown_file(file), int(frame["line"]), frame["function"], is_user_code(file))
-                threads[-1].frames.append(call)
-    threads = [ThreadStack(thread.name, without_start(thread.frames)) for thread in threads]
-    return threads[-1:] + threads[:-1]  # it prints the newest thread first; the main thread is the oldest
-
-
-def _prints_on_signal(pid: int) -> bool:
-    """Whether a process catches the signal in its main thread, and does not block it there."""
-    masks = dict(re.findall(r"^(SigBlk|SigCgt):\s+([0-9a-f]+)", read_text(PROC / str(pid) / "status"), re.MULTILINE))
-    bit = 1 << (STACK_SIGNAL - 1)
-    return bool(int(masks.get("SigCgt", "0"), 16) & bit) and not int(masks.get("SigBlk", "0"), 16) & bit

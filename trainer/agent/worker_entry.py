@@ -28,6 +28,7 @@ def enter(target: str, assignment: RankAssignment) -> NoReturn:
     end_signal.block(ends=not assignment.is_script)
     process_guard.die_with_process(assignment.parent_pid)
     process_guard.set_signals()
+    process_guard.print_stacks_of_forks()
     set_variables(assignment.environment)
     terminal = None if assignment.terminal is None else os.dup(assignment.terminal)
     if assignment.run_dir is not None:

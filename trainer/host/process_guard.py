@@ -6,8 +6,10 @@ Torch-free, and called before torch does anything in the rank.
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import io
 import os
+import re
 import select
 import signal
 import sys
@@ -15,8 +17,9 @@ import threading
 from collections.abc import Collection
 from pathlib import Path
 
-from trainer.contract.record.regular_file import open_to_append
+from trainer.contract.record.regular_file import OwnedDescriptor, open_to_append
 from trainer.host.descendants import die_with_parent_process
+from trainer.host.proc_files import PROC, read_text
 from trainer.host.stop_request import NOW_SIGNAL, SAVE_SIGNALS, STACK_SIGNAL
 
 
@@ -66,9 +69,42 @@ def set_signals(*, ignored: Collection[int] = ()) -> None:
     print_stacks_on_signal()
 
 
+FORK_STACKS = "gputrain-stacks"
+"""Name of the file in memory into which processes that were forked from a rank print their stacks."""
+_stacks_to = 2
+"""Descriptor to which this process prints its stacks."""
+
+
 def print_stacks_on_signal() -> None:
-    """Print the Python stacks of all threads to standard error on STACK_SIGNAL, even while blocked in C++."""
-    faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
+    """Print the Python stacks of all threads on STACK_SIGNAL, even while blocked in C++, to standard error."""
+    faulthandler.register(STACK_SIGNAL, file=_stacks_to, all_threads=True)
+
+
+def prints_on_signal(pid: int) -> bool:
+    """Whether a process catches the signal in its main thread, and does not block it there."""
+    masks = dict(re.findall(r"^(SigBlk|SigCgt):\s+([0-9a-f]+)", read_text(PROC / str(pid) / "status"), re.MULTILINE))
+    bit = 1 << (STACK_SIGNAL - 1)
+    return bool(int(masks.get("SigCgt", "0"), 16) & bit) and not int(masks.get("SigBlk", "0"), 16) & bit
+
+
+def print_stacks_of_forks() -> None:
+    """Have processes that are forked from this one, such as loader workers, print theirs into a file in memory.
+
+    In the rank's log they would be taken for its output. A script that handles the signal itself does so in its forks.
+    """
+    file = os.memfd_create(FORK_STACKS)
+    fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
+    owned = OwnedDescriptor(file)
+
+    def print_there() -> None:
+        global _stacks_to
+        # Neither after a script has closed the file, nor over its own handler: faulthandler's is no handler of Python.
+        prints = prints_on_signal(os.getpid()) and not callable(signal.getsignal(STACK_SIGNAL))
+        if prints and owned.is_unchanged:
+            _stacks_to = file
+            print_stacks_on_signal()
+
+    os.register_at_fork(after_in_child=print_there)
 
 
 def redirect_output(log: Path) -> None:

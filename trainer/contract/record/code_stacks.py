@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import takewhile
+
 import msgspec
 
 from trainer.contract.record.events import Event
@@ -62,7 +65,24 @@ class RankStacks(Event, kw_only=True, tag="rank_stacks"):
     """Why there is no stack, or what its process was found to be, in a few words."""
     collectives: list[Collective] = []  # noqa: RUF012 - likewise
     """Its last collectives, the oldest first; empty if torch has recorded none."""
+    workers: list[ThreadStack] = []  # noqa: RUF012 - likewise
+    """Stacks of the worker processes that were forked for its DataLoader, where its main thread waits for one."""
     native: list[ThreadStack] = []  # noqa: RUF012 - likewise
     """The stacks with their native frames, in a second answer to a request for these."""
     native_problem: str = ""
     """Why there are none, in that answer."""
+
+
+LOADER_FILE = "torch/utils/data/dataloader.py"
+WORKER_FILE = "torch/utils/data/_utils/worker.py"
+
+
+def waits_for_worker(frames: Iterable[CodeFrame]) -> bool:
+    """Whether a thread waits for a worker process of a DataLoader."""
+    outside = takewhile(lambda frame: not frame.user, frames)
+    return any(frame.function == "_get_data" and frame.file.endswith(LOADER_FILE) for frame in outside)
+
+
+def is_worker_loop(frame: CodeFrame) -> bool:
+    """Whether a call is the outermost one of a DataLoader's worker process."""
+    return frame.function == "_worker_loop" and frame.file.endswith(WORKER_FILE)

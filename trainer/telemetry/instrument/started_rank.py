@@ -137,6 +137,7 @@ def _redirect_output(log: Path) -> None:
     os.close(descriptor)
     process_guard.print_by_line()
     process_guard.print_stacks_on_signal()
+    process_guard.print_stacks_of_forks()
 
 
 class _End:
