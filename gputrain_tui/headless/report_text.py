@@ -9,8 +9,9 @@ from gputrain_tui.headless.number_text import number, percent
 from gputrain_tui.headless.progress import Piece, fitted, wrapped
 from gputrain_tui.report.run_report import FindingReport, HostHardware, RunReport
 from gputrain_tui.state import RunState
+from gputrain_tui.state.figures import DDP, GroupFigures, run_groups
 from gputrain_tui.state.finding_text import urgency
-from gputrain_tui.tables import TableColumn, cut, duration, size, table
+from gputrain_tui.tables import TableColumn, cut, duration, printable, size, table
 
 BAR_CELLS = 30
 NAMES = {"data": "data and copies", "sync": "exposed synchronisation", "other": "outside of all phases"}
@@ -36,6 +37,12 @@ def report_lines(report: RunReport, state: RunState, width: int) -> list[list[Pi
     if report.parts:
         over = f"  means over {report.means_over}, `gputrain compare` leaves the first tenth out"
         lines += [[], *fitted([("where a step's time goes", "bold"), (over, "dim")], width), *_part_lines(report)]
+    groups = run_groups(state.ranks.values())
+    if any(each.name != DDP for each in groups):
+        steps = max(view.groups.recent_steps for view in state.ranks.values())
+        over = f"  per step and rank, means over the last {steps:,} steps"
+        shown = [line for each in _group_lines(groups) for line in fitted(each, width)]
+        lines += [[], [("collectives", "bold"), (over, "dim")], *shown]
     if state.step or state.validations:
         results = [line for each in result_lines(state, width) for line in fitted(each, width)]
         lines += [[], [("ranks and results", "bold")], *results]
@@ -57,6 +64,26 @@ def _part_lines(report: RunReport) -> list[list[Piece]]:
     columns = [TableColumn("part"), TableColumn("ms", right=True), TableColumn("share", right=True), TableColumn("")]
     title, *texts = table(columns, rows).splitlines()
     return [[("  " + title, "dim")], *([("  " + text, "")] for text in texts)]
+
+
+def _group_lines(groups: Sequence[GroupFigures]) -> list[list[Piece]]:
+    rows = [
+        (
+            printable(each.name),
+            each.ranks_text or "–",
+            f"{each.calls:.4g}",
+            size(int(each.bytes)),
+            number(each.exposed_ms),
+            percent(each.share),
+            printable(each.operations_text),
+        )
+        for each in groups[:MAX_LINES]
+    ]
+    names = ("calls", "bytes", "exposed ms", "share")
+    columns = [TableColumn("group"), TableColumn("ranks"), *(TableColumn(name, right=True) for name in names)]
+    title, *texts = table([*columns, TableColumn("operations")], rows).splitlines()
+    more = [f"… and {len(groups) - MAX_LINES:,} groups more: --json"] if len(groups) > MAX_LINES else []
+    return [[("  " + title, "dim")], *([("  " + text, "")] for text in (*texts, *more))]
 
 
 def _wrapped(text: str, style: str, width: int) -> list[list[Piece]]:

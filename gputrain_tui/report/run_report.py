@@ -9,7 +9,7 @@ import msgspec
 
 from gputrain_tui.diagnosis.roll_up import newest_findings
 from gputrain_tui.state import RankView, RunState
-from gputrain_tui.state.figures import mean_phase_ms, mean_share
+from gputrain_tui.state.figures import mean_phase_ms, mean_share, run_groups
 from gputrain_tui.state.finding_text import failure_summary, failure_words
 from gputrain_tui.state.totals import PHASES, Totals
 from trainer.contract.outcome import RESTARTED
@@ -99,6 +99,24 @@ class GpuCard(msgspec.Struct, frozen=True, kw_only=True):
     memory_total_bytes: int | None = None
 
 
+class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Collectives of a process group, per step: means over its ranks and their last steps."""
+
+    group: str
+    """``DDP`` for DDP's buckets, whose group is not known."""
+    ranks: tuple[int, ...] = ()
+    calls: float
+    bytes: float
+    exposed_ms: float | None = None
+    """Time for which a rank is blocked; None: not measured."""
+    share: float | None = None
+    """Of the step, 0 to 1."""
+    operations: dict[str, float]
+    """Calls by operation."""
+    operation_exposed_ms: dict[str, float]
+    """``exposed_ms`` by operation, where there are several."""
+
+
 class ValidationReport(msgspec.Struct, frozen=True, kw_only=True):
     """A validation or test."""
 
@@ -141,6 +159,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """Means over all ranks; their shares add up to 1 where all are measured."""
     means_over: str = ""
     """Steps that these means, durations and rates are over, in words."""
+    groups: tuple[GroupReport, ...] = ()
+    """Those in which ranks wait longest first."""
     samples_per_s: float | None = None
     steps_per_s: float | None = None
     tokens_per_s: float | None = None
@@ -195,6 +215,19 @@ def run_report(state: RunState, facts: RunFacts) -> RunReport:
         step_ms=figures.step_ms,
         parts=step_parts(view.sums for view in state.ranks.values()),
         means_over="all steps" if state.ended is not None else f"the {state.span}",
+        groups=tuple(
+            GroupReport(
+                group=each.name,
+                ranks=each.ranks,
+                calls=each.calls,
+                bytes=each.bytes,
+                exposed_ms=each.exposed_ms,
+                share=each.share,
+                operations=dict(each.operations),
+                operation_exposed_ms=dict(each.operation_exposed_ms),
+            )
+            for each in run_groups(state.ranks.values())
+        ),
         samples_per_s=figures.samples_per_s,
         steps_per_s=figures.steps_per_s,
         tokens_per_s=figures.tokens_per_s,

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean as mean
 
 from gputrain_tui.state.rank_state import RankView
 from gputrain_tui.state.step_losses import run_loss
 from gputrain_tui.state.totals import Phase, Totals
 from trainer.contract.record import GroupSync, NoiseScale, Step
+
+DDP = "DDP"
+"""Group of DDP's buckets, whose process group the record does not name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +69,28 @@ class GroupFigures:
     calls: float
     operations: Mapping[str, float] = field(default_factory=dict)
     """Calls by operation, the most frequent first."""
+    operation_exposed_ms: Mapping[str, float] = field(default_factory=dict)
+    """``exposed_ms`` by operation, where there are several."""
     bytes: float
     exposed_ms: float | None = None
     """Time for which the rank was blocked; None: not measured."""
     share: float | None = None
     """That time as a share of the step, 0 to 1."""
+
+    @property
+    def ranks_text(self) -> str:
+        """Its ranks, of a larger group only their number; empty where they are not known."""
+        most_named = 4
+        return ", ".join(map(str, self.ranks)) if len(self.ranks) <= most_named else f"{len(self.ranks):,} ranks"
+
+    @property
+    def operations_text(self) -> str:
+        """Calls by operation, with their waits where these are told apart, such as ``all_gather 48 (5.12 ms)``."""
+        waits = self.operation_exposed_ms
+        return ", ".join(
+            f"{name} {calls:.4g}" + (f" ({waits[name]:.2f} ms)" if name in waits else "")
+            for name, calls in self.operations.items()
+        )
 
 
 def group_figures(view: RankView) -> list[GroupFigures]:
@@ -88,10 +109,7 @@ def group_figures(view: RankView) -> list[GroupFigures]:
             of_group.setdefault(sync.group, []).append((event.steps, sync))
     figures = []
     for name, syncs in of_group.items():
-        operations: dict[str, float] = {}
-        for count, sync in syncs:
-            for operation, calls in sync.operations.items():
-                operations[operation] = operations.get(operation, 0.0) + calls * count / steps
+        operations = _sums((count / steps, sync.operations) for count, sync in syncs)
         waited = [count * sync.exposed_ms for count, sync in syncs if sync.exposed_ms is not None]
         figures.append(
             GroupFigures(
@@ -99,6 +117,7 @@ def group_figures(view: RankView) -> list[GroupFigures]:
                 ranks=view.groups.group(name).ranks,
                 calls=sum(count * sync.calls for count, sync in syncs) / steps,
                 operations=dict(sorted(operations.items(), key=lambda item: -item[1])),
+                operation_exposed_ms=_sums((count / steps, sync.operation_exposed_ms) for count, sync in syncs),
                 bytes=sum(count * sync.bytes for count, sync in syncs) / steps,
                 exposed_ms=sum(waited) / steps if waited else None,
                 share=sum(waited) / step_ms if waited and step_ms > 0 else None,
@@ -107,13 +126,49 @@ def group_figures(view: RankView) -> list[GroupFigures]:
     return sorted(figures, key=lambda each: -(each.exposed_ms or 0.0))
 
 
+def _sums(parts: Iterable[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
+    """Return the sum of each entry, times its weight."""
+    sums: dict[str, float] = {}
+    for weight, values in parts:
+        for name, value in values.items():
+            sums[name] = sums.get(name, 0.0) + value * weight
+    return sums
+
+
+def run_groups(views: Iterable[RankView]) -> list[GroupFigures]:
+    """Return the figures of the process groups of all ranks: means over the ranks of each, the longest wait first."""
+    of_group: dict[tuple[str, tuple[int, ...]], list[GroupFigures]] = {}
+    for view in views:
+        for each in group_figures(view):
+            of_group.setdefault((each.name, each.ranks), []).append(each)
+    figures = [
+        GroupFigures(
+            name=name,
+            ranks=ranks,
+            calls=mean(each.calls for each in of_ranks),
+            operations=_sums((1 / len(of_ranks), each.operations) for each in of_ranks),
+            operation_exposed_ms=_sums((1 / len(of_ranks), each.operation_exposed_ms) for each in of_ranks),
+            bytes=mean(each.bytes for each in of_ranks),
+            exposed_ms=_mean_of([each.exposed_ms for each in of_ranks]),
+            share=_mean_of([each.share for each in of_ranks]),
+        )
+        for (name, ranks), of_ranks in of_group.items()
+    ]
+    return sorted(figures, key=lambda each: -(each.exposed_ms or 0.0))
+
+
+def _mean_of(values: Sequence[float | None]) -> float | None:
+    measured = [value for value in values if value is not None]
+    return mean(measured) if measured else None
+
+
 def _ddp_sync(event: Step, waited_ms: float) -> list[GroupSync]:
     """Return what DDP's buckets are in an event, whose collectives of other groups waited so long."""
     if event.sync_buckets is None or event.sync_exposed_ms is None:
         return []
     exposed_ms = max(event.sync_exposed_ms - waited_ms, 0.0)
     calls, size = float(event.sync_buckets), float(event.sync_bytes or 0)
-    return [GroupSync(group="DDP", calls=calls, bytes=size, exposed_ms=exposed_ms, operations={"all_reduce": calls})]
+    return [GroupSync(group=DDP, calls=calls, bytes=size, exposed_ms=exposed_ms, operations={"all_reduce": calls})]
 
 
 def run_figures(views: Iterable[RankView]) -> RunFigures:

@@ -79,6 +79,11 @@ class RankGroups:
         """Return the group of a name; one whose ranks are not known where the record lacks it."""
         return self.by_name.get(name) or _group(name, ())
 
+    @property
+    def recent_steps(self) -> int:
+        """Steps that the kept events cover."""
+        return sum(event.steps for event in self.recent)
+
     def waits(self, event: Step) -> dict[ProcessGroup, float]:
         """Return the exposed time in each group in an event's steps, mean ms, where it was measured."""
         return {self._waited_in(sync): sync.exposed_ms for sync in event.groups or () if sync.exposed_ms is not None}

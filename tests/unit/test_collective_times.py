@@ -72,9 +72,11 @@ def test_waits_leave_their_phases_and_are_the_synchronisation() -> None:
         GroupSync(
             group="dp", calls=2, bytes=200, exposed_ms=4.0, total_ms=4.0,
             operations={"all_gather": 1, "reduce_scatter": 1},
+            operation_exposed_ms={"all_gather": 3.0, "reduce_scatter": 1.0},
         ),
         GroupSync(
-            group="tp", calls=2, bytes=200, exposed_ms=10.0, total_ms=17.0, operations={"all_reduce": 1, "barrier": 1}
+            group="tp", calls=2, bytes=200, exposed_ms=10.0, total_ms=17.0,
+            operations={"all_reduce": 1, "barrier": 1}, operation_exposed_ms={"all_reduce": 7.0, "barrier": 3.0},
         ),
     ]  # fmt: skip
     assert event.calls is None
@@ -154,6 +156,17 @@ def test_merged_groups_are_means_over_all_steps() -> None:
     assert event.sync_exposed_ms_each == [6.0, 0.0, 2.0]
     assert event.sync_bytes == 100
     assert merge([event_of(None), event_of(None)]).groups is None
+
+
+def test_waits_of_merged_steps_are_told_apart_by_operation_where_there_are_several() -> None:
+    gathered = event_of(step_of((0, "all_gather", 1, [(1, 5)], True)))
+    both = event_of(step_of((0, "all_gather", 1, [(1, 3)], True), (0, "barrier", 12, [(12, 13)], True)))
+    (dp,) = merge([gathered, both]).groups
+    assert (dp.operations, dp.operation_exposed_ms) == (
+        {"all_gather": 1.0, "barrier": 0.5},
+        {"all_gather": 3.0, "barrier": 0.5},
+    )
+    assert merge([gathered, gathered]).groups[0].operation_exposed_ms == {}
 
 
 def test_bytes_of_nested_tensors() -> None:

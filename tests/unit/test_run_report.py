@@ -29,9 +29,11 @@ from gputrain_tui.state.rank_state import KEPT
 from gputrain_tui.tables import duration
 from trainer.contract.record import (
     AnyEvent,
+    CollectiveGroup,
     Failure,
     Finding,
     GpuSample,
+    GroupSync,
     NodeSample,
     RankState,
     Step,
@@ -255,6 +257,27 @@ def test_the_hardware_of_1024_gpus_leaves_room_on_a_page_of_2_mb() -> None:
     assert len(charts.hardware) == 4 * 1024
     assert all(any(value is not None for value in line.values) for line in charts.hardware)
     assert len(msgspec.json.encode(charts)) < 1 << 20
+
+
+def test_collectives_are_told_by_group_and_operation_as_means_over_ranks(tmp_path: Path) -> None:
+    state = RunState(world_size=2)
+    for rank, wait_ms in ((0, 6.0), (1, 2.0)):
+        state.apply(CollectiveGroup(time=BEGIN, rank=rank, name="dp_shard", ranks=[0, 1]))
+        event = step(1, rank, sync_exposed_ms=wait_ms)
+        event.groups = [
+            GroupSync(
+                group="dp_shard", calls=3.0, bytes=4096.0, exposed_ms=wait_ms,
+                operations={"all_gather": 2.0, "barrier": 1.0},
+                operation_exposed_ms={"all_gather": wait_ms - 1, "barrier": 1.0},
+            )
+        ]  # fmt: skip
+        state.apply(event)
+    report = run_report(state, run_facts(read_run_record(synthetic.run(tmp_path, steps=1))))
+    (group,) = report.groups
+    assert (group.group, group.ranks, group.calls, group.exposed_ms) == ("dp_shard", (0, 1), 3.0, 4.0)
+    assert group.operation_exposed_ms == {"all_gather": 3.0, "barrier": 1.0}
+    text = "\n".join("".join(piece for piece, _ in line) for line in report_lines(report, state, 120))
+    assert re.search(r"dp_shard +0, 1 +3 +4 KiB +4\.0 +\S+% +all_gather 2 \(3\.00 ms\), barrier 1 \(1\.00 ms\)", text)
 
 
 def test_shares_of_the_parts_add_up_and_hardware_and_versions_are_told(tmp_path: Path) -> None:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from gputrain_tui.lifecycle.live_run import LiveRun
 
 NONE_TEXT = "no collectives besides DDP's gradients were measured"
-RANKS_SHOWN = 4
-"""Ranks of a group that are named; of a larger one only their number is shown."""
 NUMBER_CELLS = 10
 
 
@@ -36,14 +34,12 @@ def collective_rows(view: RankView) -> Iterator[Row]:
     heads = _numbers("calls", "bytes", "wait ms", "share")
     yield [(f" {'group':<{name_cells}}{'ranks':<14}{heads}  operations", "dim")]
     for each in figures:
-        shown = ", ".join(map(str, each.ranks)) if len(each.ranks) <= RANKS_SHOWN else f"{len(each.ranks):,} ranks"
         figures_of = format_value(each.calls), size(int(each.bytes)), format_value(each.exposed_ms), percent(each.share)
-        operations = ", ".join(f"{name} {calls:g}" for name, calls in each.operations.items())
         yield [
             (f" {printable(each.name):<{name_cells}}", "accent"),
-            (pad(shown or EMPTY, 14), "dim"),
+            (pad(each.ranks_text or EMPTY, 14), "dim"),
             (_numbers(*figures_of), "bright"),
-            (f"  {printable(operations)}", "dim"),
+            (f"  {printable(each.operations_text)}", "dim"),
         ]
     if not view.groups.detailed:
         return
@@ -107,6 +103,6 @@ class CollectivesView(ScrolledText):
         rows = [] if view is None else list(collective_rows(view))
         if view is None or not rows:
             return [title_row(width, [("collectives", "title")]), *centred_text(width, height - 1, [NONE_TEXT])]
-        steps = sum(event.steps for event in view.groups.recent)
+        steps = view.groups.recent_steps
         span = [[(f"means of the last {steps:,} step{'s' * (steps != 1)}", "dim")]]
         return [title_row(width, [("collectives", "title")], span), *self.in_view(rows, height - 1)]

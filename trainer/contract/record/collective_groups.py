@@ -26,6 +26,8 @@ class GroupSync(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """Sum of the times from each call to the end of the wait for it."""
     operations: dict[str, FiniteFloat] = {}
     """Calls by operation, such as ``all_gather``."""
+    operation_exposed_ms: dict[str, FiniteFloat] = {}
+    """``exposed_ms`` by operation, where the group has several."""
 
 
 class CollectiveCall(msgspec.Struct, frozen=True, array_like=True, gc=False):

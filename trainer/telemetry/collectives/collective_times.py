@@ -63,6 +63,8 @@ def collective_times(step: StepCollectives, phases: Sequence[str], start: Mark, 
         total = by_group.get(call.group) or by_group.setdefault(call.group, _Sum())
         total.waits += 1
         total.exposed_ms += blocked_ms
+        of = total.operation_exposed_ms
+        of[call.operation] = of.get(call.operation, 0.0) + blocked_ms
         if last:
             if begin is not call.start:
                 begin_ms = clock.elapsed_ms(start, call.start)
@@ -92,13 +94,16 @@ def merged(steps: Sequence[Sequence[GroupSync] | None]) -> list[GroupSync]:
     """Return the means of the groups over all covered steps; a step without a group's collectives counts as none."""
     total: dict[str, GroupSync] = {}
     for sync in [each for groups in steps for each in groups or ()]:
-        known = total.setdefault(sync.group, GroupSync(group=sync.group, calls=0.0, operations={}))
+        none = GroupSync(group=sync.group, calls=0.0, operations={}, operation_exposed_ms={})
+        known = total.setdefault(sync.group, none)
         known.calls += sync.calls
         known.bytes += sync.bytes
         known.exposed_ms = _plus(known.exposed_ms, sync.exposed_ms)
         known.total_ms = _plus(known.total_ms, sync.total_ms)
         for operation, calls in sync.operations.items():
             known.operations[operation] = known.operations.get(operation, 0.0) + calls
+        for operation, exposed_ms in _by_operation(sync).items():
+            known.operation_exposed_ms[operation] = known.operation_exposed_ms.get(operation, 0.0) + exposed_ms
     share = 1.0 / len(steps)
     for sync in total.values():
         sync.calls = round(sync.calls * share, 4)
@@ -106,7 +111,17 @@ def merged(steps: Sequence[Sequence[GroupSync] | None]) -> list[GroupSync]:
         sync.exposed_ms = None if sync.exposed_ms is None else _rounded(sync.exposed_ms * share)
         sync.total_ms = None if sync.total_ms is None else _rounded(sync.total_ms * share)
         sync.operations = {operation: round(calls * share, 4) for operation, calls in sync.operations.items()}
+        several = len(sync.operations) > 1
+        sync.operation_exposed_ms = (
+            {operation: round(ms * share, 4) for operation, ms in sync.operation_exposed_ms.items()} if several else {}
+        )
     return list(total.values())
+
+
+def _by_operation(sync: GroupSync) -> Mapping[str, float]:
+    if len(sync.operations) == 1 and sync.exposed_ms is not None:
+        return dict.fromkeys(sync.operations, sync.exposed_ms)
+    return sync.operation_exposed_ms
 
 
 def _by_phase(names: Sequence[str], values: Sequence[float], factor: float = 1.0) -> Mapping[str, float]:
@@ -121,12 +136,13 @@ def _by_phase(names: Sequence[str], values: Sequence[float], factor: float = 1.0
 class _Sum:
     """Collectives of a group."""
 
-    __slots__ = ("bytes", "calls", "complete", "exposed_ms", "operations", "total_ms", "waits")
+    __slots__ = ("bytes", "calls", "complete", "exposed_ms", "operation_exposed_ms", "operations", "total_ms", "waits")
 
     def __init__(self) -> None:
         self.calls = self.bytes = self.waits = self.complete = 0
         self.exposed_ms = self.total_ms = 0.0
         self.operations: dict[str, float] = {}
+        self.operation_exposed_ms: dict[str, float] = {}
 
 
 def _group_sync(name: str, total: _Sum) -> GroupSync:
@@ -137,6 +153,9 @@ def _group_sync(name: str, total: _Sum) -> GroupSync:
         exposed_ms=round(total.exposed_ms, 4) if total.waits else None,
         total_ms=round(total.total_ms, 4) if total.complete else None,
         operations=total.operations,
+        operation_exposed_ms={operation: round(ms, 4) for operation, ms in total.operation_exposed_ms.items()}
+        if len(total.operations.keys() | total.operation_exposed_ms.keys()) > 1
+        else {},
     )
 
 
