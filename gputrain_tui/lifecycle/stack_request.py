@@ -64,7 +64,7 @@ def collect_stacks(run: Run, ranks: Collection[int], *, native: bool = False) ->
             time.sleep(POLL_S)
             # The nodes of a lost run may go on; they answer without a supervisor.
             status = read_status(run.dir)
-            over = status is None or status.status in ENDED
+            over = status is not None and status.status in ENDED  # without a supervisor there is no status
             for event in reader.poll():
                 if not isinstance(event, RankStacks) or event.request < request:
                     continue

@@ -23,7 +23,8 @@ from gputrain_tui.console.screens.run_screen import RunScreen
 from gputrain_tui.console.screens.stacks_screen import StacksScreen
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
-from trainer.contract.record import Step
+from trainer.contract.record import RunDir, Step, decode_events
+from trainer.host.ports import free_port
 
 SCRIPT = Path(__file__).with_name("odd_stacks.py")
 RECIPE = f"""\
@@ -203,3 +204,31 @@ def test_a_hanging_worker_of_a_loader_is_shown_with_its_line_and_leaves_the_log_
     for _ in range(2):
         process.send_signal(signal.SIGINT)
     process.communicate(timeout=LIMIT_S)
+
+
+def test_a_training_under_another_launcher_shows_its_loader_worker_too(bench: Bench) -> None:
+    task = f"{SCRIPT.with_name('hanging_task.py')}:HangingTask"
+    options = ["--batch-size", "4", "--num-workers", "2", "--max-updates", "100", "--run-dir", "record"]
+    place_of_one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer", "--task", task, *options],
+        env={**os.environ, **place_of_one, **rendezvous},
+        cwd=bench.folder,
+        stdout=subprocess.DEVNULL,
+    )
+    events = RunDir(bench.folder / "record").rank_events(0)
+
+    def waiting() -> dict[str, Any] | None:
+        out, _ = bench.start("stacks", "./record", "--json").communicate(timeout=LIMIT_S)
+        (group,) = json.loads(out)["groups"]
+        return group if "waiting for a batch" in group["line"] else None
+
+    try:
+        until(lambda: events.exists() and any(isinstance(each, Step) for each in decode_events(events.read_bytes())))
+        assert re.search(
+            r"; worker process \d+: .*hanging_task.py:\d+ in read_from_dead_server$", until(waiting)["line"]
+        )
+    finally:
+        process.kill()
+        process.wait(LIMIT_S)

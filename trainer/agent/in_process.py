@@ -21,6 +21,7 @@ from trainer.agent.code_position import CodePosition, stacks
 from trainer.agent.local_ranks import LocalRanks
 from trainer.agent.native_stacks import read_native_stacks
 from trainer.agent.node_sampler import SAMPLE_S, NodeSampler, gpus_of
+from trainer.agent.printed_stacks import POLL_S, LoaderWorkers
 from trainer.agent.scratch import scratch_folder
 from trainer.contract.errors import ExitCode, message_line
 from trainer.contract.outcome import (
@@ -33,6 +34,7 @@ from trainer.contract.outcome import (
     exit_code_of,
 )
 from trainer.contract.record import NATIVE, EventWriter, Failure, RankStacks, RunDir, read_stack_request
+from trainer.contract.record.code_stacks import waits_for_worker
 from trainer.contract.stop_level import StopLevel
 from trainer.host import process_guard
 from trainer.host.descendants import adopt_orphans, kill_descendants
@@ -45,6 +47,7 @@ def run_in_process(assignment: RankAssignment, *, environ: Mapping[str, str], ta
     """Run the rank, ``module:function``, to its end in this process and return its exit code."""
     run_dir = RunDir(assignment.run_dir) if assignment.run_dir is not None else None
     process_guard.print_stacks_on_signal()
+    process_guard.print_stacks_of_forks()
     adopt_orphans()
     node_dir = run_dir if assignment.local_world_size == 1 else None
     with (
@@ -144,6 +147,11 @@ class _InProcessAgent:
                     threads=stacks(main),
                     collectives=code_position.collectives(),
                 )
+                if waits_for_worker(answer.threads[0].frames):
+                    workers = LoaderWorkers(os.getpid())
+                    while not workers.poll():
+                        time.sleep(POLL_S)
+                    answer.workers = workers.stacks
                 if request.endswith(NATIVE):
                     answer.native, answer.native_problem = read_native_stacks(os.getpid())
                 writer = EventWriter(run_dir.node_events(assignment.node), shared=True)

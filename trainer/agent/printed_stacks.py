@@ -18,6 +18,8 @@ from trainer.host.processes import children
 from trainer.host.stop_request import STACK_SIGNAL
 from trainer.host.user_code import is_user_code, shown_file
 
+POLL_S = 0.1
+"""Time between two looks for stacks that are due."""
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.+)')
 _HEADING = re.compile(r"(?:Current thread|Thread) (?P<name>0x[0-9a-f]+).*\(most recent call first\):")
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from msgspec import structs
 
 from trainer.agent.native_stacks import NativeReader
-from trainer.agent.printed_stacks import LoaderWorkers, printed_stacks
+from trainer.agent.printed_stacks import POLL_S, LoaderWorkers, printed_stacks
 from trainer.agent.worker_process import WorkerProcess
 from trainer.contract.outcome import RankReport
 from trainer.contract.record import (
@@ -35,8 +35,6 @@ from trainer.host.stop_request import STACK_SIGNAL
 
 ANSWER_S = 0.7
 """Time for a rank's thread to answer, and for the stacks to be in the log after the signal."""
-POLL_S = 0.1
-"""Time between two looks for answers that are due."""
 
 
 class StackRequests:
