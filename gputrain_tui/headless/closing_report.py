@@ -176,11 +176,14 @@ def status_line(state: RunState, *, status: str | None = None, elapsed_s: float 
     """
     elapsed_s = state.elapsed_s if elapsed_s is None else elapsed_s
     took = f" in {duration(elapsed_s)}" if elapsed_s is not None else ""
-    took += restarts_text(sum(finding.kind == RESTARTED for finding in state.past_findings))
+    restarts = sum(finding.kind == RESTARTED for finding in state.past_findings)
+    took += restarts_text(restarts)
+    begun_anew = restarts > 0 and state.plan is None  # the steps of a script are counted anew in each attempt
     samples = sum(view.totals.samples for view in (*state.ranks.values(), *state.former.values()))
     status = status or state.status
     style = "alarm" if status == "failed" else "bold"
-    steps = f", {state.step} step{'s' * (state.step != 1)}" + f", {samples:,} samples" * bool(samples)
+    steps = f", {state.step} step{'s' * (state.step != 1)}" + " since then" * begun_anew
+    steps += (f", {samples:,} samples" + " in all" * begun_anew) * bool(samples)
     if state.record_gap and state.counts_all_steps:
         steps = f"{steps}; {state.record_gap}"
     elif state.record_gap:

@@ -210,12 +210,19 @@ def test_the_closing_table_has_evaluation_desync_check_checkpoint_and_sample(tmp
     assert paint(status_line(state), colour=False) == "finished in 9 s, 120 steps, 7,680 samples"
 
 
-def test_the_closing_line_and_the_list_of_runs_name_the_restarts(tmp_path: Path) -> None:
-    state = trained()
+@pytest.mark.parametrize(
+    ("is_script", "told"),
+    [(False, "120 steps, 7,680 samples"), (True, "120 steps since then, 7,680 samples in all")],
+)
+def test_the_closing_line_names_the_restarts_after_which_a_script_counts_anew(is_script: bool, told: str) -> None:
+    state = trained(limit=not is_script)
     for attempt in (1, 2):
         state.apply(Finding(time=state.time, kind="restarted", severity="info", message=f"attempt {attempt} ended"))
     state.apply(RunEnded(time=state.time, status="finished", exit_code=0))
-    assert " after 2 restarts, 120 steps" in paint(status_line(state), colour=False)
+    assert paint(status_line(state), colour=False).endswith(f" after 2 restarts, {told}")
+
+
+def test_the_list_of_runs_names_the_restarts(tmp_path: Path) -> None:
     run = make_run(tmp_path, status="finished", restarts=1)
     assert cause(summarize(run, now=0.0)) == "after 1 restart"
     run = make_run(tmp_path, status="failed", restarts=2, message="rank 1 hangs")
