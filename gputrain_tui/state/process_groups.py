@@ -164,6 +164,15 @@ def _distinct(groups: Iterable[ProcessGroup]) -> Iterator[ProcessGroup]:
             yield group
 
 
+def parts_by_name(groups: Iterable[ProcessGroup], world_size: int) -> dict[str, list[ProcessGroup]]:
+    """Return the groups of several but not all ranks by name, such as ``tp``, of which each replica has its own."""
+    parts: dict[str, list[ProcessGroup]] = {}
+    for group in _distinct(groups):
+        if 1 < len(group.ranks) < world_size:
+            parts.setdefault(group.name, []).append(group)
+    return parts
+
+
 def connected(groups: Iterable[ProcessGroup], ranks: Iterable[int]) -> list[frozenset[int]]:
     """Return the sets of ranks that wait for each other, directly or through others, by the groups that they share.
 

@@ -12,6 +12,7 @@ import pytest
 import synthetic
 from msgspec.structs import replace
 from screen_frames import NOW, console, played, press, rows, settle
+from screens_at_rest import toasts
 
 from gputrain_tui import paths
 from gputrain_tui.commands import runs as runs_command
@@ -31,6 +32,7 @@ from gputrain_tui.state.step_losses import loss_at
 from trainer.contract.record import (
     Checkpoint,
     CodeFrame,
+    CollectiveGroup,
     Doing,
     Finding,
     RankStacks,
@@ -303,6 +305,28 @@ async def test_the_filter_is_checked_while_it_is_typed(tmp_path: Path) -> None:
         assert grid.has_focus
         await press(pilot, "escape")
         assert grid.filter_text == ""
+
+
+@played
+async def test_a_key_shows_one_rank_of_each_process_group_by_name_and_then_all(tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path, ranks_per_node=4, steps=40)
+    for rank, (tp, dp) in enumerate((([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3]))):
+        for name, ranks in (("tp", tp), ("dp", dp), ("world", [0, 1, 2, 3])):
+            synthetic.write(run.dir.rank_events(rank), CollectiveGroup(time=NOW, rank=rank, name=name, ranks=ranks))
+    app = console(run)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await settle(pilot)
+        heads = []
+        for _ in range(3):
+            await press(pilot, "u")
+            heads.append(next(line for line in rows(app) if "ranks 4" in line))
+        assert ["one of each tp  2" in head for head in heads] == [True, False, False]
+        assert ["one of each dp  2" in head for head in heads] == [False, True, False]
+    app = console(two_ranks(tmp_path / "whole"))
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await settle(pilot)
+        await press(pilot, "u")
+        assert toasts(app) == ["no process group is of several ranks but not of all"]
 
 
 @played

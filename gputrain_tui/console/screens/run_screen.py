@@ -306,6 +306,10 @@ class RunScreen(ChartScreen):
     def action_reverse(self) -> None:
         self.grid.reverse_sort()
 
+    def action_one_of_each(self) -> None:
+        if not self.grid.show_one_of_each():
+            self.console.report("no process group is of several ranks but not of all")
+
     async def action_filter(self) -> None:
         from gputrain_tui.console.widgets.line_input import FilterLine
 

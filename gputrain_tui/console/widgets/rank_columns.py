@@ -10,6 +10,7 @@ from gputrain_tui.console.widgets.drawing import cell_count
 from gputrain_tui.console.widgets.table_columns import Column, fitting, number_column, text_column
 from gputrain_tui.row_filter import RowFilter
 from gputrain_tui.state import RankView
+from gputrain_tui.state.process_groups import ProcessGroup
 from gputrain_tui.tables import GIB
 
 Lateness = Mapping[int, float]
@@ -171,6 +172,23 @@ def layout(width: int, ranks: int, hosts: Collection[str], *, balanced: bool = F
         placed.append(PlacedColumn(column, begin, cells[column.key]))
         begin += cells[column.key] + 1 + extra + (1 if index < odd else 0)
     return placed
+
+
+def latest_of_groups(
+    views: Sequence[RankView], groups: Iterable[ProcessGroup], late: Lateness, warned: Collection[int]
+) -> list[RankView]:
+    """Return one rank of each group: one that failed, else one with a finding, else the latest; and those in none."""
+
+    def order(view: RankView) -> tuple[bool, bool, float]:
+        return view.display_state == "failed", view.rank in warned, late.get(view.rank, 0.0)
+
+    of_rank = {rank: group for group in groups for rank in group.ranks}
+    chosen: dict[object, RankView] = {}
+    for view in views:
+        key = of_rank.get(view.rank, view.rank)
+        if key not in chosen or order(view) > order(chosen[key]):
+            chosen[key] = view
+    return list(chosen.values())
 
 
 def sort_ranks(views: Sequence[RankView], late: Lateness, key: str, *, descending: bool) -> list[RankView]:

@@ -19,6 +19,7 @@ from gputrain_tui.console.widgets.rank_columns import (
     PlacedColumn,
     RankRow,
     goes_down,
+    latest_of_groups,
     layout,
     rank_filter,
     rate_in_steps,
@@ -27,6 +28,7 @@ from gputrain_tui.console.widgets.rank_columns import (
 from gputrain_tui.console.widgets.rank_table import HEAD_LINES, GridView, draw_grid, visible_ranks
 from gputrain_tui.state import RankView
 from gputrain_tui.state.finding_text import named_ranks
+from gputrain_tui.state.process_groups import ProcessGroup, parts_by_name
 
 if TYPE_CHECKING:
     from gputrain_tui.lifecycle.live_run import LiveRun
@@ -78,6 +80,8 @@ class RankGrid(Panel, can_focus=True):
         self._now = now
         self._top = 0
         self._filter = rank_filter()
+        self._one_of_each = ""
+        """Process groups of which one rank each is shown; empty: all ranks are."""
         self._arranged: list[RankView] = []
         self._arranged_at = -SORT_INTERVAL_S
         self._arranged_version: object = None
@@ -119,6 +123,19 @@ class RankGrid(Panel, can_focus=True):
         """
         self._filter = rank_filter(text)
         self._rearrange()
+
+    def show_one_of_each(self) -> bool:
+        """Show one rank of each group of the next name, after the last name all ranks; return whether there is one."""
+        names = ["", *self._parts()]
+        before = names.index(self._one_of_each) if self._one_of_each in names else 0
+        self._one_of_each = names[(before + 1) % len(names)]
+        self._rearrange()
+        return len(names) > 1
+
+    def _parts(self) -> dict[str, list[ProcessGroup]]:
+        ranks = self.live.state.ranks
+        groups = (group for view in ranks.values() for group in view.groups.by_name.values())
+        return parts_by_name(groups, len(ranks))
 
     # Cursor
 
@@ -240,6 +257,7 @@ class RankGrid(Panel, can_focus=True):
                 sort_key=self.sort_key,
                 descending=self.descending,
                 filter_text=self._filter.text,
+                one_of_each=self._one_of_each,
                 hosts=self._hosts,
                 failing=self.live.state.root_cause is not None,
                 standing_still=self._standing_still,
@@ -265,6 +283,8 @@ class RankGrid(Panel, can_focus=True):
         in_steps = rate_in_steps(state.ranks.values())
         ranks = (RankRow(view, late.get(rank), in_steps) for rank, view in state.ranks.items())
         kept = [row.view for row in ranks if self._filter.keeps(row)]
+        if groups := self._one_of_each and self._parts().get(self._one_of_each):
+            kept = latest_of_groups(kept, groups, late, self._warned)
         self._arranged = sort_ranks(kept, late, self.sort_key, descending=self.descending)
 
     def _columns(self) -> list[PlacedColumn]:

@@ -47,6 +47,8 @@ class GridView:
     sort_key: str = "rank"
     descending: bool = False
     filter_text: str = ""
+    one_of_each: str = ""
+    """Process groups of which one rank each is shown; empty: all ranks are."""
     hosts: Collection[str] = ()
     failing: bool = False
     """Whether a rank failed: the ranks that ended because of it are dimmed."""
@@ -96,6 +98,9 @@ def _head(grid: GridView, width: int, visible: int) -> Row:
             left += [("  ", "base"), (f"{standings[standing]:,} {standing}", role)]
     if grid.filter_text:
         left += [("  /", "dim"), (printable(grid.filter_text), "accent"), (f"  {len(grid.rows):,}", "bright")]
+    if grid.one_of_each:
+        left += [("  one of each ", "dim"), (printable(grid.one_of_each), "accent")]
+        left.append((f"  {len(grid.rows):,}", "bright"))
     rights: list[Row] = [[(grid.span, "dim")]] if grid.span else []
     if len(grid.rows) > visible:
         last = min(grid.top + visible, len(grid.rows))

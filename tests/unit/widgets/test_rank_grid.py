@@ -7,9 +7,17 @@ import pytest
 from row_texts import row_text
 from run_in_memory import run_in_memory
 
-from gputrain_tui.console.widgets.rank_columns import COLUMNS, RankRow, layout, rank_filter, sort_ranks
+from gputrain_tui.console.widgets.rank_columns import (
+    COLUMNS,
+    RankRow,
+    latest_of_groups,
+    layout,
+    rank_filter,
+    sort_ranks,
+)
 from gputrain_tui.console.widgets.rank_table import GridView, draw_grid
 from gputrain_tui.state import RankView
+from gputrain_tui.state.process_groups import ProcessGroup
 from trainer.contract.errors import RequestError
 from trainer.contract.record import Failure, RankState
 
@@ -62,6 +70,16 @@ def test_a_sorted_and_filtered_grid_names_its_order_and_filter() -> None:
     assert frame[0].endswith(" by late ms, down")
     assert "▾late ms" in frame[1]
     assert [line[1:6].strip() for line in frame[2:]] == ["5", "", "", "", "", ""]
+
+
+def test_of_each_group_the_rank_that_failed_is_shown_or_one_with_a_finding_or_the_latest() -> None:
+    tp = [ProcessGroup("tp", tuple(range(first, first + 4))) for first in (0, 4, 8)]  # ranks 12 to 15 are in none
+    late = dict.fromkeys(range(16), 0.0) | {2: 9.0, 6: 99.0, 10: 99.0}
+    rows = latest_of_groups(VIEWS, tp, late, {5})
+    assert [view.rank for view in rows] == [2, 5, 9, 12, 13, 14, 15]
+    frame = [row_text(row) for row in draw_grid(grid(rows, late=late, one_of_each="tp"), 98, 9)]
+    assert frame[0].startswith("ranks 16  1 failed  one of each tp  7 ")
+    assert [line[1:6].strip() for line in frame[2:]] == ["2", "5", "9", "12", "13", "14", "15"]
 
 
 def test_a_filter_that_keeps_nothing_is_named() -> None:
