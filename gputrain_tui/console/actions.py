@@ -96,7 +96,7 @@ ACTIONS: tuple[Action, ...] = (
         ("sort", "s", "Sort", 22, "Sort the ranks by the next column"),
         ("reverse", "R", "Reverse", 0, "Reverse the order of the ranks"),
         ("filter", "slash", "Filter", 21, "Show only the ranks that match, such as host:node3 or step<100"),
-        ("one_of_each", "u", "One of each", 0, "Show the latest rank of each process group, such as tp; then all")),
+        ("one_of_each", "U", "One of each", 0, "Show the latest rank of each process group, such as tp; then all")),
     *_group("Panels", "run rank",
         ("show('loss')", "l", "Loss", 10, "Show the loss of all ranks; press again to zoom"),
         ("show('sync')", "g", "Sync", 11, "Show the wait for gradient synchronisation; press again to zoom"), folds=2),

@@ -318,14 +318,14 @@ async def test_a_key_shows_one_rank_of_each_process_group_by_name_and_then_all(t
         await settle(pilot)
         heads = []
         for _ in range(3):
-            await press(pilot, "u")
+            await press(pilot, "U")
             heads.append(next(line for line in rows(app) if "ranks 4" in line))
         assert ["one of each tp  2" in head for head in heads] == [True, False, False]
         assert ["one of each dp  2" in head for head in heads] == [False, True, False]
     app = console(two_ranks(tmp_path / "whole"))
     async with app.run_test(size=(120, 40), notifications=True) as pilot:
         await settle(pilot)
-        await press(pilot, "u")
+        await press(pilot, "U")
         assert toasts(app) == ["no process group is of several ranks but not of all"]
 
 
