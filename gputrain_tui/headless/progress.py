@@ -152,7 +152,7 @@ def _start_pieces(state: RunState, now: float) -> list[Piece]:
         text = f"joined {len(joined)} of {state.world_size}, waiting for {ranks_text(missing)}"
     elif missing or not state.world_size:
         text = f"starting {count}"
-    elif any(view.state == "validating" for view in state.ranks.values()):
+    elif state.validations or any(view.state == "validating" for view in state.ranks.values()):
         text = f"{count} evaluate"
     elif any(view.phase == "compile" for view in state.ranks.values()):
         text = f"{count}, compiling"

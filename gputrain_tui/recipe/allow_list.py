@@ -116,6 +116,11 @@ class AllowList:
         except (OSError, ValueError):  # no path at all
             return False
 
+    def _is_task(self, text: str) -> bool:
+        """Whether a text is a class in a file of the project."""
+        file, _, name = text.rpartition(":")
+        return name.isidentifier() and self._is_in_project(file)
+
     def recipe(self, table: Mapping[str, Any]) -> dict[str, Any]:
         """Return a parsed recipe with only the values that are shown."""
         return {key: self._setting((key,), value) for key, value in table.items()}
@@ -162,7 +167,7 @@ class AllowList:
             return word
         if not (equals and (_LONG_FLAG.fullmatch(flag) or flag in own_options())):
             flag, value = "", word
-        if self.is_shown(value) or _RENDEZVOUS.fullmatch(value):
+        if self.is_shown(value) or _RENDEZVOUS.fullmatch(value) or self._is_task(value):
             return word
         return f"{flag}={self.hide(value)}" if flag else self.hide(value)
 

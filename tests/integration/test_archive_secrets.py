@@ -162,6 +162,7 @@ on_finding = {toml(" ".join(FORMS[form](known["on_finding"])))}
         (["--lr", "1e-3", "--batch-size=64", "-j", "4"], ["--lr", "1e-3", "--batch-size=64", "-j", "4"]),
         (["--optimizer", "adamw", "--fp16"], ["--optimizer", "adamw", "--fp16"]),
         (["--data", "data/train.tsv", "--out", "out/new"], ["--data", "data/train.tsv", "--out", HIDDEN]),
+        (["--task", "data/train.tsv:Cnn", "new.py:Cnn"], ["--task", "data/train.tsv:Cnn", HIDDEN]),
         (["--model=resnet", "resnet", "-xvf"], [f"--model={HIDDEN}", HIDDEN, HIDDEN]),
     ],
 )

@@ -317,6 +317,9 @@ def test_the_closing_table_of_an_evaluation_has_its_result_and_no_steps() -> Non
         state.apply(RankState(time=1001.0, rank=rank, state="validating", host="node-a", device="cpu"))
     assert plain_line(state, now=1002.0) == "2 ranks evaluate  2 s"
     state.apply(Validation(time=1003.0, step=340, epoch=3, split="test", loss=2.55, weights_step=340))
+    for rank in (0, 1):
+        state.apply(RankState(time=1003.0, rank=rank, state="ready", host="node-a", device="cpu"))
+    assert plain_line(state, now=1003.0) == "2 ranks evaluate  3 s"
     state.apply(RunEnded(time=1004.0, status="finished", exit_code=0))
     assert plain(closing_lines(state, 80)).splitlines() == ["test       (weights of step 340)  loss 2.5500"]
     assert paint(status_line(state), colour=False) == "finished in 4 s"

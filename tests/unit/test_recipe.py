@@ -150,6 +150,7 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
         ),
         (MNIST.replace("data =", "dta ="), "r.toml:21: task.dta is not known; did you mean 'data'?"),
         (BASE.replace('data = "d"', ""), "r.toml:3: task.data is missing: folder of MNIST's four IDX files"),
+        (MNIST.replace('"adadelta"', '"adamW"'), "schedulefree_adamw, sgd; did you mean 'adamw'?"),
         (MNIST.replace("port", "prot"), "r.toml:4: cluster.prot is not known; did you mean 'port'?"),
         *(
             (

@@ -64,6 +64,16 @@ def test_more_ranks_are_not_suggested_for_a_script_without_a_process_group() -> 
     assert 'gpus = "all"' not in recipe
 
 
+def test_a_trainer_of_the_folder_is_not_taken_for_ours() -> None:
+    files = {"trainer.py": PLAIN, "trainer/__main__.py": PLAIN}
+    command = read_launch_command(
+        read_pasted_command("python -m trainer --task mnist --data d --max-epochs 1").argv,
+        read_file=lambda name: read_from(files, name),
+        ask_accelerate=not_asked,
+    )
+    assert not any("makes no process group" in note for note in command.notes)
+
+
 def test_several_ranks_of_a_command_are_kept_with_a_word_on_the_missing_group() -> None:
     recipe, notes = written("torchrun --nproc-per-node 2 train.py", PLAIN)
     assert "ranks = 2" in recipe

@@ -118,7 +118,9 @@ def _elide_middle(text: str, longest: int) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest known word, or two that are as close; else an empty text."""
-    matches = difflib.get_close_matches(word, list(dict.fromkeys(known)), n=2, cutoff=0.6)
+    words = list(dict.fromkeys(known))
+    matches = [each for each in words if each.casefold() == word.casefold()][:1]
+    matches = matches or difflib.get_close_matches(word, words, n=2, cutoff=0.6)
     ratios = [difflib.SequenceMatcher(None, match, word).ratio() for match in matches]
     names = [repr(match) for match, ratio in zip(matches, ratios, strict=True) if ratio > ratios[0] - 0.05]
     return f"; did you mean {' or '.join(names)}?" if names else ""

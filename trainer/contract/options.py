@@ -209,7 +209,9 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = "fixed"
     warmup_updates: Annotated[int, _schedule("optimizer steps of linear warm-up", ge=0)] = 0
-    warmup_init_lr: Annotated[float, _schedule("learning rate at the start of the warm-up", ge=0)] = 0.0
+    warmup_init_lr: Annotated[
+        float, _schedule("learning rate at the start of the warm-up; 0: the first step has that of the second", ge=0)
+    ] = 0.0
     total_num_update: Annotated[
         int,
         _schedule(
