@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint, resumable_checkpoint, run_named_by
-from trainer.checkpoint import CheckpointWriter, Saved, load, open_checkpoint, write_file
+from trainer.checkpoint import CheckpointError, CheckpointWriter, Saved, load, open_checkpoint, write_file
 from trainer.contract.checkpoint_trailer import owner_of, trailer_of
 from trainer.contract.errors import RequestError
 from trainer.contract.record import Checkpoint, encode_event
@@ -192,6 +192,22 @@ def test_a_file_of_an_earlier_version_is_taken_where_the_record_lists_it(shared:
     assert opened(folder, first.id) == (first.id, 2)
     with pytest.raises(RequestError, match=f"it is a checkpoint of {first.id}, not of other"):
         open_checkpoint(folder / "best.pt", flag="--resume", run="other")
+
+
+@pytest.mark.parametrize(("run", "names"), [("a", True), ("another", False), ("", False)])
+def test_in_place_of_a_torn_checkpoint_a_whole_one_of_the_same_run_is_named(
+    tmp_path: Path, run: str, names: bool
+) -> None:
+    for step in (1, 2):
+        save_file(tmp_path / f"step_0000000{step}.pt", run="a", step=step)
+    torn = tmp_path / "best.pt"
+    torn.write_bytes((tmp_path / "step_00000002.pt").read_bytes()[:-1])
+    (tmp_path / "step_00000002.pt").unlink()
+    with pytest.raises(CheckpointError) as refused:
+        open_checkpoint(torn, flag="--eval-only", run=run)
+    assert str(refused.value).endswith(f"; {tmp_path}/step_00000001.pt of the same run is whole") == names
+    with pytest.raises(CheckpointError, match=r"is missing$"):
+        open_checkpoint(torn, flag="--resume", run=run, names_whole=False)
 
 
 def test_a_renamed_run_directory_keeps_its_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

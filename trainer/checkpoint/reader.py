@@ -85,16 +85,23 @@ def run_of(path: Path, state: Mapping[str, Any]) -> str:
 
 
 def open_checkpoint(
-    path: Path, *, flag: str, run: str = "", mapped: bool = False
+    path: Path, *, flag: str, run: str = "", mapped: bool = False, names_whole: bool = True
 ) -> tuple[Path, dict[str, Any], list[str]]:
     """Load a checkpoint file, or the newest intact one of a folder; return path, state and a line per skipped file.
 
     Raises:
         RequestError: the folder has no intact checkpoint, or the file is of another run.
-        CheckpointError: the file cannot be loaded.
+        CheckpointError: the file cannot be loaded; with ``names_whole`` the message names another one of the run.
     """
     if not path.is_dir():
-        state = load(path, mapped=mapped)
+        try:
+            state = load(path, mapped=mapped)
+        except CheckpointError as error:
+            beside = good_ones(path.parent, run=run, mapped=True, on_skipped=lambda _: None)
+            whole, _ = next(beside, (None, None)) if run and names_whole else (None, None)
+            if whole is None:
+                raise
+            raise CheckpointError(f"{error}; {whole} of the same run is whole") from None
         if run and (found_run := run_of(path, state)) not in ("", run):
             raise RequestError(f"{flag} {path}: it is a checkpoint of {found_run}, not of {run}")
         return path, state, []

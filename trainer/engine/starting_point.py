@@ -77,7 +77,11 @@ def _read(options: Training) -> StartingPoint:
         try:
             mapped = options.strategy == "fsdp"  # not even rank 0 may have memory for all of it
             path, state, passed_over = open_checkpoint(
-                Path(str(named)), flag=flag, run=options.checkpoint_run, mapped=mapped
+                Path(str(named)),
+                flag=flag,
+                run=options.checkpoint_run,
+                mapped=mapped,
+                names_whole=not options.resume,  # it is checked there what fits
             )
         except RequestError as error:
             return StartingPoint(source=str(named), refused=error)
