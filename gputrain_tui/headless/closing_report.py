@@ -127,7 +127,12 @@ def metric_lines(metrics: Mapping[str, float], width: int) -> list[list[Piece]]:
     shown = [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines[:2]]
     if lines[2:]:
         shown.append(f"… and {len(texts) - sum(map(len, (line.split('  ') for line in shown)))} more")
-    return [[("metrics    " if not index else " " * 11, "dim"), (text, "")] for index, text in enumerate(shown)]
+    rows: list[list[Piece]] = [
+        [("metrics    " if not index else " " * 11, "dim"), (text, "")] for index, text in enumerate(shown)
+    ]
+    if rows:
+        rows[-1].append(("  as last reported in training", "dim"))  # a validation's stand above
+    return rows
 
 
 def _unseen(state: RunState) -> list[str]:
