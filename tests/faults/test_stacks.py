@@ -209,11 +209,11 @@ def test_a_hanging_worker_of_a_loader_is_shown_with_its_line_and_leaves_the_log_
 def test_a_training_under_another_launcher_shows_its_loader_worker_too(bench: Bench) -> None:
     task = f"{SCRIPT.with_name('hanging_task.py')}:HangingTask"
     options = ["--batch-size", "4", "--num-workers", "2", "--max-updates", "100", "--run-dir", "record"]
-    place_of_one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    only_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     process = subprocess.Popen(
         [sys.executable, "-m", "trainer", "--task", task, *options],
-        env={**os.environ, **place_of_one, **rendezvous},
+        env={**os.environ, **only_rank, **rendezvous},
         cwd=bench.folder,
         stdout=subprocess.DEVNULL,
     )
