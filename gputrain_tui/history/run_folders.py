@@ -291,6 +291,8 @@ def find(wanted: str, root: Path | None = None) -> Run:
         raise RequestError(f"{quoted(wanted)} matches {count} runs: {shown}{more}")
     if broken is not None:
         raise RequestError(f"run {broken.id} cannot be read: {broken.problem}")
+    if os.path.isdir(wanted):  # noqa: PTH112 - of a name that is too long, a path's method raises
+        raise RequestError(f"no run is called {quoted(wanted)}; did you mean the folder {quoted(f'./{wanted}')}?")
     recent = [run.id for run in list_runs(folder)]
     if not recent:
         raise RequestError(f"there is no run in {folder} yet; start one with `gputrain run RECIPE`")

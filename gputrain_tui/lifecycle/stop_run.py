@@ -77,8 +77,8 @@ def stop(run: Run, origin: int = STOP_COMMAND_SIGNAL) -> tuple[str, list[int]]:
         raise RequestError(f"stop: {run.id} is an archive; it has no processes to stop")
     if run.status.by_hand and run.state not in ENDED:
         raise RequestError(
-            f"stop: the commands of {run.id} were typed by hand; "
-            "end them with Ctrl-C in their terminals, or with scancel"
+            f"stop: the commands of {run.id} are typed by hand; "
+            "end those that run with Ctrl-C in their terminals, or with scancel"
         )
     job_ended = launchers.stop_job(run, origin, timeout_s=_stop_timeout_s(run.dir))
     if job_ended is not None:

@@ -33,7 +33,7 @@ def test_commands_that_are_typed_by_hand_are_a_run_with_a_record_like_any_other(
     commands = [line for line in lines if not line.startswith("#")]
     assert (listed()["state"], listed()["recipe"], listed()["world_size"]) == ("starting", "r", 2)
     refused = run_gputrain("stop", "./rec")
-    assert (refused.returncode, "were typed by hand" in refused.stderr) == (2, True)
+    assert (refused.returncode, "are typed by hand" in refused.stderr) == (2, True)
     nodes = [
         subprocess.Popen(command, shell=True, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True)
         for command in commands

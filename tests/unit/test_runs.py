@@ -202,6 +202,16 @@ def test_a_name_of_no_run_or_several_is_refused_with_candidates(tmp_path: Path, 
     assert str(refused.value) == message
 
 
+def test_a_folder_named_without_a_slash_is_offered_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hand").mkdir()
+    with pytest.raises(RequestError) as refused:
+        find("hand", tmp_path / "runs")
+    assert str(refused.value) == "no run is called 'hand'; did you mean the folder './hand'?"
+    with pytest.raises(RequestError, match="there is no run in "):
+        find("h" * 300, tmp_path / "runs")
+
+
 def test_without_any_run_the_command_for_the_first_is_reported(tmp_path: Path) -> None:
     assert list_runs(tmp_path / "none") == []
     with pytest.raises(RequestError, match=r"there is no run in .* start one with `gputrain run RECIPE`"):
