@@ -130,13 +130,7 @@ def _address(url: str, address: str) -> tuple[str, int]:
 def _serve(url: str, host: str, port: int) -> Store:
     """Listen on the port and return the store; for a loopback host only on the loopback interface."""
     try:
-        if is_loopback(host):
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            server = socket.create_server((host, port), family=family, backlog=2048)
-        elif socket.has_dualstack_ipv6():
-            server = socket.create_server(("", port), family=socket.AF_INET6, backlog=2048, dualstack_ipv6=True)
-        else:
-            server = socket.create_server(("", port), backlog=2048)
+        server = _listen(host, port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise RequestError(f"init method {url!r}: {port_in_use(port)}; choose another") from None
@@ -157,10 +151,41 @@ def _serve(url: str, host: str, port: int) -> Store:
             use_libuv=libuv,
         )
     except DistNetworkError:
-        raise RequestError(
-            f"init method {url!r}: rank 0 runs on {socket.gethostname()} and cannot reach itself at {host}:{port}; "
-            "the host must be the machine of rank 0"
+        here = socket.gethostname()
+        if not _reaches_itself(host, port):
+            raise RequestError(
+                f"init method {url!r}: rank 0 runs on {here} and cannot reach itself at {host}:{port}; "
+                "the host must be the machine of rank 0"
+            ) from None
+        raise TrainingError(
+            f"{host}:{port} is {here}, but torch's store there did not answer within {seconds.total_seconds():g} s: "
+            "torch looks up the names of addresses, and a nameserver that does not answer is a common cause; have the "
+            "one in /etc/resolv.conf answer, or take it out"
         ) from None
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if is_loopback(host):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=2048, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=2048)
+
+
+def _reaches_itself(host: str, port: int) -> bool:
+    """Whether a connection to an address arrives in this process."""
+    try:
+        with _listen(host, port) as server:
+            server.settimeout(3.0)
+            with socket.create_connection((host, port), timeout=3.0) as mine:
+                while True:  # other ranks may connect first
+                    accepted, peer = server.accept()
+                    accepted.close()
+                    if peer[1] == mine.getsockname()[1]:
+                        return True
+    except OSError:
+        return False
 
 
 def _connect(url: str, host: str, port: int, *, rank: int, world_size: int, wait: Wait) -> Store:
