@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from gputrain_tui.headless.closing_report import MAX_LINES, failure_block, result_lines, status_line
 from gputrain_tui.headless.number_text import number, percent
 from gputrain_tui.headless.progress import Piece, fitted, wrapped
-from gputrain_tui.report.run_report import FindingReport, HostHardware, RunReport
+from gputrain_tui.report.run_report import FindingReport, GroupReport, HostHardware, RunReport
 from gputrain_tui.state import RunState
-from gputrain_tui.state.figures import DDP, GroupFigures, run_groups
+from gputrain_tui.state.figures import DDP, members_text, operations_text
 from gputrain_tui.state.finding_text import urgency
 from gputrain_tui.tables import TableColumn, cut, duration, printable, size, table
 
@@ -37,11 +37,10 @@ def report_lines(report: RunReport, state: RunState, width: int) -> list[list[Pi
     if report.parts:
         over = f"  means over {report.means_over}, `gputrain compare` leaves the first tenth out"
         lines += [[], *fitted([("where a step's time goes", "bold"), (over, "dim")], width), *_part_lines(report)]
-    groups = run_groups(state.ranks.values())
-    if any(each.name != DDP for each in groups):
+    if any(each.group != DDP for each in report.groups):
         steps = max(view.groups.recent_steps for view in state.ranks.values())
         over = f"  per step and rank, means over the last {steps:,} steps"
-        shown = [line for each in _group_lines(groups) for line in fitted(each, width)]
+        shown = [line for each in _group_lines(report.groups) for line in fitted(each, width)]
         lines += [[], [("collectives", "bold"), (over, "dim")], *shown]
     if state.step or state.validations:
         results = [line for each in result_lines(state, width) for line in fitted(each, width)]
@@ -66,16 +65,16 @@ def _part_lines(report: RunReport) -> list[list[Piece]]:
     return [[("  " + title, "dim")], *([("  " + text, "")] for text in texts)]
 
 
-def _group_lines(groups: Sequence[GroupFigures]) -> list[list[Piece]]:
+def _group_lines(groups: Sequence[GroupReport]) -> list[list[Piece]]:
     rows = [
         (
-            printable(each.name),
-            each.ranks_text or "–",
+            printable(each.group),
+            members_text(each.ranks) or "–",
             f"{each.calls:.4g}",
             size(int(each.bytes)),
             number(each.exposed_ms),
             percent(each.share),
-            printable(each.operations_text),
+            printable(operations_text(each.operations, each.operation_exposed_ms)),
         )
         for each in groups[:MAX_LINES]
     ]

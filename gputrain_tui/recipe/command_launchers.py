@@ -58,6 +58,13 @@ class LaunchCommand:
         """Path of the script, also that of a module."""
         return self.script.replace(".", "/") + ".py" if self.module else self.script
 
+    @property
+    def trains_a_task(self) -> bool:
+        """Whether it starts our own trainer with a task, not another module of that name."""
+        return (
+            self.module and self.script == "trainer" and any(word.partition("=")[0] == "--task" for word in self.args)
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherFlags:

@@ -26,7 +26,6 @@ from gputrain_tui.recipe.framework_launchers import LAUNCHERS
 from gputrain_tui.recipe.script_text import makes_group, without_group
 from gputrain_tui.recipe.shell_text import EXPANSION, SECRET, require_no_expansion, shown
 from gputrain_tui.recipe.srun import SlurmStep, apply_step
-from gputrain_tui.recipe.trainer_command import trains_a_task
 from trainer.contract.errors import RequestError, nearest, quoted
 
 
@@ -81,8 +80,7 @@ def read_launch_command(
         script_text=_text(command.file, read_file),
         has_visible_devices=bool(visible),
     )
-    is_own = command.module and command.script == "trainer" and trains_a_task(command.args)
-    command.makes_group = is_own or makes_group(command.file, read_file)
+    command.makes_group = command.trains_a_task or makes_group(command.file, read_file)
     launcher.read(command, flags, context)
     if command.makes_group is False:
         command.notes.append(without_group(command.script))

@@ -18,7 +18,7 @@ from gputrain_tui.recipe.command_launchers import LaunchCommand
 from gputrain_tui.recipe.launch_command import read_launch_command
 from gputrain_tui.recipe.shell_text import read_pasted_command, shown_command
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
-from gputrain_tui.recipe.trainer_command import read_trainer_command, trains_a_task
+from gputrain_tui.recipe.trainer_command import read_trainer_command
 from trainer.contract.builtin_tasks import BUILT_IN
 from trainer.contract.errors import RequestError, nearest, printable, quoted
 
@@ -95,7 +95,7 @@ class NewRecipe:
 
 def from_command(command: LaunchCommand, *, typed: str) -> NewRecipe:
     """Return the recipe of a launch command; ``typed``: the command on one line."""
-    if command.module and command.script == "trainer" and trains_a_task(command.args):
+    if command.trains_a_task:
         return _from_trainer(command, typed=typed)
     names = ("script", "module", "local_rank_flag", "args", "starts_ranks")
     train = {name: value for name in names if (value := getattr(command, name))}

@@ -28,11 +28,6 @@ class TrainerCommand:
     notes: list[str] = field(default_factory=list)
 
 
-def trains_a_task(arguments: Sequence[str]) -> bool:
-    """Return whether the arguments of ``python -m trainer`` are our trainer's, not those of another module so named."""
-    return any(word.partition("=")[0] == "--task" for word in arguments)
-
-
 def read_trainer_command(arguments: Sequence[str]) -> TrainerCommand:
     """Return the tables of the arguments of ``python -m trainer``.
 

@@ -77,20 +77,19 @@ class GroupFigures:
     share: float | None = None
     """That time as a share of the step, 0 to 1."""
 
-    @property
-    def ranks_text(self) -> str:
-        """Its ranks, of a larger group only their number; empty where they are not known."""
-        most_named = 4
-        return ", ".join(map(str, self.ranks)) if len(self.ranks) <= most_named else f"{len(self.ranks):,} ranks"
 
-    @property
-    def operations_text(self) -> str:
-        """Calls by operation, with their waits where these are told apart, such as ``all_gather 48 (5.12 ms)``."""
-        waits = self.operation_exposed_ms
-        return ", ".join(
-            f"{name} {calls:.4g}" + (f" ({waits[name]:.2f} ms)" if name in waits else "")
-            for name, calls in self.operations.items()
-        )
+def members_text(ranks: Sequence[int]) -> str:
+    """Return the ranks of a group, of a larger one only their number; empty where they are not known."""
+    most_named = 4
+    return ", ".join(map(str, ranks)) if len(ranks) <= most_named else f"{len(ranks):,} ranks"
+
+
+def operations_text(operations: Mapping[str, float], exposed_ms: Mapping[str, float]) -> str:
+    """Return calls by operation, with their waits where these are known, such as ``all_gather 48 (5.12 ms)``."""
+    return ", ".join(
+        f"{name} {calls:.4g}" + (f" ({exposed_ms[name]:.2f} ms)" if name in exposed_ms else "")
+        for name, calls in operations.items()
+    )
 
 
 def group_figures(view: RankView) -> list[GroupFigures]:

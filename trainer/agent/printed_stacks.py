@@ -1,4 +1,4 @@
-"""Stacks that ``faulthandler`` prints into a rank's log on a signal, without the help of the interpreter."""
+"""Stacks that ``faulthandler`` prints on a signal, without the help of the interpreter: of ranks and loader workers."""
 
 from __future__ import annotations
 

@@ -76,7 +76,10 @@ _stacks_to = 2
 
 
 def print_stacks_on_signal() -> None:
-    """Print the Python stacks of all threads on STACK_SIGNAL, even while blocked in C++, to standard error."""
+    """Print the Python stacks of all threads on STACK_SIGNAL, even while blocked in C++.
+
+    They go to standard error, in a process that was forked from a rank to the file of ``print_stacks_of_forks``.
+    """
     faulthandler.register(STACK_SIGNAL, file=_stacks_to, all_threads=True)
 
 

@@ -13,7 +13,7 @@ from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, forma
 from gputrain_tui.console.widgets.panel import ScrolledText
 from gputrain_tui.headless.number_text import percent
 from gputrain_tui.state import RankView
-from gputrain_tui.state.figures import group_figures
+from gputrain_tui.state.figures import group_figures, members_text, operations_text
 from gputrain_tui.state.process_groups import CALLS_SPAN
 from gputrain_tui.tables import printable, size
 from trainer.contract.record import Step
@@ -37,9 +37,9 @@ def collective_rows(view: RankView) -> Iterator[Row]:
         figures_of = format_value(each.calls), size(int(each.bytes)), format_value(each.exposed_ms), percent(each.share)
         yield [
             (f" {printable(each.name):<{name_cells}}", "accent"),
-            (pad(each.ranks_text or EMPTY, 14), "dim"),
+            (pad(members_text(each.ranks) or EMPTY, 14), "dim"),
             (_numbers(*figures_of), "bright"),
-            (f"  {printable(each.operations_text)}", "dim"),
+            (f"  {printable(operations_text(each.operations, each.operation_exposed_ms))}", "dim"),
         ]
     if not view.groups.detailed:
         return

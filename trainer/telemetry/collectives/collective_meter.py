@@ -17,7 +17,6 @@ from trainer.telemetry.collectives.readings import Call, StepCollectives
 from trainer.telemetry.collectives.side_streams import SideStreams
 from trainer.telemetry.torch_compile import leave_uncompiled
 
-STRIDED = torch.strided
 _comm_hooks = 0
 """Comm hooks that are running; their buckets are measured otherwise."""
 
@@ -53,7 +52,6 @@ class CollectiveMeter:
         self.blocked: Call | None = None
         """The collective that the training thread is in, or waits for."""
         self.names = GroupNames()
-        self._indices = self.names.indices
         self._mark: Callable[[], Mark] = lambda: None
         self._streams: SideStreams | None = None
         """On a GPU."""
@@ -95,7 +93,6 @@ class CollectiveMeter:
 
     def take(self) -> StepCollectives | None:
         """Return the collectives of the step that ends; None before the first one, and after a fault."""
-        self._seen = self._seen or bool(self._step.calls)
         return self._step if self._seen and self.fault is None else None
 
     def exclude(self, phases: int) -> None:
@@ -119,25 +116,19 @@ class CollectiveMeter:
             tensors: Tensor or nested lists of them whose bytes count.
         """
         try:
-            # Written out, since a step may have hundreds of calls, and each call of ours is slow with cold caches.
+            # Written out, since a step may have hundreds of calls.
             if (get_ident() != self._thread or self._streams is not None or _comm_hooks) and not self._followed():
                 return None
             call = self._outer
-            if call is not None:
-                call.bytes += bytes_of(tensors)
-                call.begun = self._mark()
-            else:
-                known = self._indices.get(id(group))
+            if call is None:
+                known = self.names.indices.get(id(group))
                 index = known[1] if known is not None and known[0]() is group else self.names.index(group)
                 if index is None:
                     return None
-                plain = type(tensors) is Tensor and tensors.layout is STRIDED
-                nbytes = tensors.nbytes if plain else bytes_of(tensors)
-                start = self._mark()
-                call = Call(index, operation, nbytes, len(self._phases), start, start)
-                self._step.calls.append(call)
-                if self._streams is not None:
-                    self._streams.issued(call)
+                call = self._add(index, operation, bytes_of(tensors))
+            else:
+                call.bytes += bytes_of(tensors)
+                call.begun = self._mark()
             self.blocked = call
             return call
         except Exception as error:  # noqa: BLE001 - whatever it is, the script's training goes on
@@ -147,11 +138,7 @@ class CollectiveMeter:
     def launched(self, call: Call, work: Any) -> None:
         """The call has returned its work; without one it is complete, or has raised."""
         try:
-            self.blocked = outer = self._outer
-            if self._streams is None or not self._streams.is_elsewhere():
-                self._step.waits.append(
-                    (call, len(self._phases), call.begun, self._mark(), work is None and call is not outer)
-                )
+            self._end(call, work is None)
             if work is not None:
                 works = self._works
                 works[id(work)] = ref(work), call
@@ -305,6 +292,7 @@ class CollectiveMeter:
         start = self._mark()
         call = Call(group, operation, nbytes, len(self._phases), start, start)
         self._step.calls.append(call)
+        self._seen = True
         if self._streams is not None:
             self._streams.issued(call)
         return call
