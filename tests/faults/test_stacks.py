@@ -186,10 +186,10 @@ def test_a_hanging_worker_of_a_loader_is_shown_with_its_line_and_leaves_the_log_
     until((run.dir.path / "hangs").exists)
 
     def waiting() -> dict[int, Any] | None:
-        """Return the answers by rank, once rank 1 waits."""
+        """Return the answers by rank, once rank 1 waits and both workers have printed, for which they need a core."""
         out, _ = bench.start("stacks", "last", "--json").communicate(timeout=LIMIT_S)
         of_rank = {group["ranks"][0]: group for group in json.loads(out)["groups"]}
-        return of_rank if "waiting for a batch" in of_rank[1]["line"] else None
+        return of_rank if 1 in of_rank and len(of_rank[1]["workers"]) == 2 else None
 
     of_rank = until(waiting)
     line = 1 + script.read_text().splitlines().index("    os.read(silent, 1)")

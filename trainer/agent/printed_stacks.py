@@ -52,21 +52,23 @@ class LoaderWorkers:
     that was spawned has no such file: the signal would end it.
     """
 
-    PRINT_S = 0.3
+    PRINT_S = 0.5
     """Time for a worker to print; one that waits for a dead file server never does."""
-    MAX_WORKERS = 16
+    ALL_S = 2.5
+    """Time after which no further worker is asked, so that the rank's own answer comes in time."""
 
     def __init__(self, rank_pid: int) -> None:
         files = {pid: _file_of_forks(pid) for pid in children(rank_pid)}
         forked = [(pid, file) for pid, file in files.items() if file is not None and prints_on_signal(pid)]
-        self._left = forked[: self.MAX_WORKERS]
+        self._left = forked
+        self._end = time.monotonic() + self.ALL_S
         self._signalled_at: float | None = None
         """Time at which the first of those that are left has got the signal, on the monotonic clock."""
         self.stacks: list[ThreadStack] = []
         """Stacks by process, from its task inwards."""
 
     def poll(self) -> bool:
-        """Read the stack of one worker and ask the next; return whether all have been asked and read."""
+        """Read the stack of one worker and ask the next; return whether that was the last one."""
         if self._signalled_at is not None:
             pid, file = self._left[0]
             frames = next((thread.frames for thread in _printed(file, 0)), [])
@@ -77,7 +79,7 @@ class LoaderWorkers:
                 self.stacks.append(ThreadStack(f"worker process {pid}", frames[:loop]))
             del self._left[0]
             self._signalled_at = None
-        if not self._left:
+        if not self._left or time.monotonic() > self._end:
             return True
         pid, file = self._left[0]
         self._signalled_at = time.monotonic()
