@@ -27,6 +27,7 @@ from trainer.contract.outcome import (
     REQUEUED,
     RESTARTED,
     SEED_ON_RESUME,
+    SETTINGS_ON_RESUME,
 )
 from trainer.contract.record import AnyEvent, Checkpoint, Finding, Lost, Queued, ShareChange, Step, Validation
 from trainer.contract.record.unrecorded import RECORD_INCOMPLETE
@@ -37,7 +38,10 @@ if TYPE_CHECKING:
 
 Piece = tuple[str, str]
 """Text and its style: ``""``, ``dim``, ``bold``, ``accent`` or ``alarm``."""
-SHOWN_INFOS = (NO_UPDATE_LEFT, SEED_ON_RESUME, EVALUATED_CHECKPOINT, REQUEUED, AWAITS_HOSTS, PORT_TAKEN, RESTARTED)
+SHOWN_INFOS = (
+    NO_UPDATE_LEFT, SEED_ON_RESUME, SETTINGS_ON_RESUME, EVALUATED_CHECKPOINT, REQUEUED, AWAITS_HOSTS, PORT_TAKEN,
+    RESTARTED,
+)  # fmt: skip
 """Kinds of findings of severity ``info`` that are printed."""
 STYLES = {"dim": "\x1b[2m", "bold": "\x1b[1m", "accent": "\x1b[36m", "alarm": "\x1b[31m"}
 

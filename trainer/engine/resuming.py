@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -17,6 +19,8 @@ from trainer.engine.task_state import difference as difference_of_states
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 S = TypeVar("S")
+OF_THE_START = frozenset(("resume", "checkpoint_run", "finetune_from", "finetune_partial", "seed"))
+"""Keys of ``[train]`` by which a training starts; ``seed_effect`` speaks of the seed."""
 _FIELD = re.compile(r"(?P<reason>.*) - at `\$(?P<path>.*)`")
 
 
@@ -220,6 +224,39 @@ def seed_effect(position: Mapping[str, int], *, seed: int, shuffle: bool, same_r
         rest = f"the rest of epoch {epoch} keeps the order of seed {was}"
         return f"seed {seed} orders the data from epoch {epoch + 1} on, {rest}; {numbers}"
     return f"seed {seed} orders the data from epoch {epoch} on; {numbers}"
+
+
+def changed_settings(saved: str, own: str) -> str:
+    """Describe the keys of ``[train]`` and ``[task]`` in which two recipes differ; empty if either is not known.
+
+    A resumed training follows its own recipe, whatever the checkpoint was trained with.
+    """
+    before, now = _settings(saved), _settings(own)
+    if not (before and now):
+        return ""
+    changed = [
+        f"{key} {_value(now.get(key))} (was {_value(before.get(key))})"
+        for key in sorted(before | now)
+        if before.get(key) != now.get(key)
+    ]
+    return f"goes on with other settings than before: {', '.join(changed)}" if changed else ""
+
+
+def _settings(recipe: str) -> dict[str, Any]:
+    try:
+        tables = tomllib.loads(recipe)
+    except tomllib.TOMLDecodeError:  # a checkpoint of an earlier version, or of another program
+        return {}
+    return {
+        f"{table}.{key}": value
+        for table in ("train", "task")
+        for key, value in (tables[table] if isinstance(tables.get(table), dict) else {}).items()
+        if table == "task" or not (key in OF_THE_START or key.startswith("reset_"))
+    }
+
+
+def _value(value: Any) -> str:
+    return "not set" if value is None else one_line(json.dumps(value, ensure_ascii=False, default=str))
 
 
 def one_line(text: str) -> str:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from trainer.checkpoint import copy_to_cpu, fit, open_weights
 from trainer.contract.errors import CheckpointError, RequestError
 from trainer.contract.options import Training
-from trainer.contract.outcome import SEED_ON_RESUME
+from trainer.contract.outcome import SEED_ON_RESUME, SETTINGS_ON_RESUME
 from trainer.engine import reports
 from trainer.engine.checkpointing import Saving
 from trainer.engine.ema import WeightAverage
@@ -22,6 +22,7 @@ from trainer.engine.preparation import TrainingData
 from trainer.engine.resuming import (
     CheckpointEntries,
     DataDigests,
+    changed_settings,
     misfit,
     one_line,
     parameter_difference,
@@ -214,6 +215,7 @@ class TrainingState:
         same_ranks = len(entries.rng) == ctx.world_size
         effect = seed_effect(state["position"], seed=options.seed, shuffle=options.shuffle, same_ranks=same_ranks)
         reports.finding(ctx, SEED_ON_RESUME, "" if fresh_data else effect)
+        reports.finding(ctx, SETTINGS_ON_RESUME, changed_settings(entries.recipe, ctx.recipe))
         reports.finding(ctx, "inexact_resume", inexact_resume(options, ctx.world_size))
         if entries.task_state is None and state_of(self.task):
             reports.finding(ctx, TASK_STATE, without_task_state(source), severity="warning")

@@ -1,0 +1,40 @@
+"""The settings of a resumed training that differ from its checkpoint's."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.engine.resuming import changed_settings
+
+BEFORE = """
+name = "a"
+[train]
+lr = 0.1
+ema_decay = 0.99
+resume = "older.pt"
+seed = 3
+[task]
+channels = 8
+classes = ["x"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "expected"),
+    [
+        (BEFORE, BEFORE, ""),
+        (BEFORE, BEFORE.replace('"a"', '"b"').replace("seed = 3", "seed = 4").replace('resume = "older.pt"', ""), ""),
+        (
+            BEFORE,
+            BEFORE.replace("lr = 0.1", 'lr = 0.2\nlr_scheduler = "cosine"').replace("ema_decay = 0.99", ""),
+            'train.ema_decay not set (was 0.99), train.lr 0.2 (was 0.1), train.lr_scheduler "cosine" (was not set)',
+        ),
+        (BEFORE, BEFORE.replace('["x"]', '["x", "y"]'), 'task.classes ["x", "y"] (was ["x"])'),
+        ("", BEFORE, ""),
+        (BEFORE, "", ""),
+        ("train = 1", BEFORE, ""),
+        ("not = [toml", BEFORE, ""),
+    ],
+)
+def test_changed_settings_are_named_with_both_values(saved: str, own: str, expected: str) -> None:
+    assert changed_settings(saved, own) == (expected and f"goes on with other settings than before: {expected}")
