@@ -276,6 +276,8 @@ def _train(source: Source) -> tuple[Training, Distributed, Script | None]:
             raise RequestError(f"{where} is computed for every node; remove it")
         hint = "; it belongs in [cluster]" if key in CLUSTER_KEYS else ""
         hint = hint or _task_table_hint(table.get("task"), key) or _seed_hint(key) or nearest(key, known)
+        if not hint and table.get("task") and table["task"] not in BUILT_IN:
+            hint = "; an option of your own task belongs in [task]"
         raise RequestError(f"{where} is not known{hint}")
 
     def options(schema: type[S], names: Sequence[str]) -> S:

@@ -191,6 +191,10 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
         ("name = 3\n" + BASE, 'r.toml:1: name is 3, but name is text: write name = "3"'),
         (f'name = "{"x" * 101}"\n' + BASE, "r.toml:1: name has 101 characters; at most 100 are allowed"),
         (BASE.replace("[task]", 'data = "d"\n[task]'), "r.toml:3: train.data is not known; it belongs in [task]"),
+        (
+            '[train]\ntask = "own.py:Own"\nwidth = 3\n',
+            "r.toml:3: train.width is not known; an option of your own task belongs in [task]",
+        ),
         (BASE.replace("[task]", "cpu = true\n[task]"), "r.toml:3: train.cpu is computed; set cpu_ranks of a node"),
         (BASE.replace("[task]", "distributed_rank = 4\n[task]"), "train.distributed_rank is computed for every node"),
         (BASE.replace("[task]", 'script = "t.py"\n[task]'), "r.toml:3: train.script and train.task exclude each other"),
