@@ -31,6 +31,14 @@ KEY_PREFIX = "gputrain-join"
 """Prefix of the rendezvous keys; a store file without it was not written by this package."""
 
 
+ANSWER_TIMEOUTS_S = (10.0, 60.0)
+"""Time-outs of two attempts to connect to the store. torch looks up the name of each peer, which takes 10 s with a
+nameserver that does not answer; the first attempt fails at once for a rank 0 on another machine than the others think.
+"""
+LOOK_UP = (
+    "torch looks up the names of addresses, and a nameserver that does not answer is a common cause; have the one in "
+    "/etc/resolv.conf answer, or take it out"
+)
 FILE_STABLE_S = 2.0
 """Time-out for the first registration in a store file that a peer has just created."""
 
@@ -129,39 +137,37 @@ def _address(url: str, address: str) -> tuple[str, int]:
 
 def _serve(url: str, host: str, port: int) -> Store:
     """Listen on the port and return the store; for a loopback host only on the loopback interface."""
-    try:
-        server = _listen(host, port)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise RequestError(f"init method {url!r}: {port_in_use(port)}; choose another") from None
-        raise RequestError(f"init method {url!r}: rank 0 cannot listen on port {port} ({error.strerror})") from None
-    seconds = timedelta(seconds=10)
     # The default server of torch 2.6 cannot take a socket that listens already.
     libuv = not torch.__version__.startswith("2.6.")
-    try:
-        # Connect through the address that the other ranks use, so that a rank 0 on the wrong machine fails here.
-        return TCPStore(
-            host,
-            port,
-            None,
-            True,
-            seconds,
-            wait_for_workers=False,
-            master_listen_fd=server.detach(),
-            use_libuv=libuv,
-        )
-    except DistNetworkError:
-        here = socket.gethostname()
-        if not _reaches_itself(host, port):
-            raise RequestError(
-                f"init method {url!r}: rank 0 runs on {here} and cannot reach itself at {host}:{port}; "
-                "the host must be the machine of rank 0"
-            ) from None
-        raise TrainingError(
-            f"{host}:{port} is {here}, but torch's store there did not answer within {seconds.total_seconds():g} s: "
-            "torch looks up the names of addresses, and a nameserver that does not answer is a common cause; have the "
-            "one in /etc/resolv.conf answer, or take it out"
-        ) from None
+    for seconds in ANSWER_TIMEOUTS_S:
+        try:
+            server = _listen(host, port)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise RequestError(f"init method {url!r}: {port_in_use(port)}; choose another") from None
+            raise RequestError(f"init method {url!r}: rank 0 cannot listen on port {port} ({error.strerror})") from None
+        try:
+            # Connect through the address that the other ranks use, so that a rank 0 on the wrong machine fails here.
+            return TCPStore(
+                host,
+                port,
+                None,
+                True,
+                timedelta(seconds=seconds),
+                wait_for_workers=False,
+                master_listen_fd=server.detach(),
+                use_libuv=libuv,
+            )
+        except DistNetworkError:
+            here = socket.gethostname()
+            if not _reaches_itself(host, port):
+                raise RequestError(
+                    f"init method {url!r}: rank 0 runs on {here} and cannot reach itself at {host}:{port}; "
+                    "the host must be the machine of rank 0"
+                ) from None
+    raise TrainingError(
+        f"{host}:{port} is {here}, but torch's store there did not answer within {seconds:g} s: {LOOK_UP}"
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -195,18 +201,20 @@ def _connect(url: str, host: str, port: int, *, rank: int, world_size: int, wait
     no_route_since: float | None = None
     # Time-out while there is no route to rank 0's host: a machine that boots gets its network within seconds.
     no_route_s = 10.0
+    answer_s, longest_s = ANSWER_TIMEOUTS_S
     while True:
         no_route = False
         try:
             # TCPStore's own retries are slow and log each attempt, so a plain socket checks first whether it listens.
             socket.create_connection((host, port), timeout=max(min(5.0, wait.left_s), 0.1)).close()
-            seconds = timedelta(seconds=max(min(10.0, wait.left_s), 1.0))
+            seconds = timedelta(seconds=max(min(answer_s, wait.left_s), 1.0))
             return TCPStore(host, port, None, False, seconds, wait_for_workers=False)
         except OSError as error:
             reason = error.strerror or str(error)
             no_route = error.errno in (errno.ENETUNREACH, errno.EADDRNOTAVAIL)
         except DistError:
-            reason = "something else listens there, not the store of a process group"
+            reason = f"what listens there did not answer as the store of a process group; {LOOK_UP}"
+            answer_s = longest_s
         no_route_since = (no_route_since or time.monotonic()) if no_route else None
         if no_route_since is not None and time.monotonic() - no_route_since >= min(no_route_s, wait.timeout_s):
             raise JoinTimeoutError(
