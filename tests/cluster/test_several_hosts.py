@@ -242,3 +242,23 @@ def test_an_interface_that_is_not_there_is_refused_with_those_that_are(cluster: 
         for host in cluster.hosts
     ]
     assert all(line.startswith(("h2 are ", "h3 are ")) for line in lines)
+
+
+def test_a_nameserver_that_does_not_answer_delays_a_run_and_does_not_end_it(
+    cluster: NamespaceCluster, tmp_path: Path
+) -> None:
+    (tmp_path / "resolv.conf").write_text("nameserver 10.77.0.200\n")
+    for host in cluster.hosts:
+        host.run("mount", "--bind", str(tmp_path / "resolv.conf"), "/etc/resolv.conf")
+        # Packets to the nameserver leave, and nobody says that there is none.
+        host.run("ip", "neigh", "replace", "10.77.0.200", "lladdr", "02:00:00:00:00:99", "dev", host.interface)
+    try:
+        ranks = [1, 1, 1]
+        cluster.start_all(cluster.plan(ranks, "--shell", "--run-dir", "record", by="address"))
+        assert cluster.wait() == dict.fromkeys(INTERFACES, 0), cluster.output(cluster.hosts[0])
+        check_record(cluster, ranks)
+        log = (cluster.record(cluster.hosts[0]) / "logs" / "0.log").read_text()
+        assert "timed out after" in log, "the first attempt fails while names are looked up"
+    finally:
+        for host in cluster.hosts:
+            host.run("umount", "/etc/resolv.conf")
