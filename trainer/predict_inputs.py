@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from trainer.agent.rank_failure import error_line
 from trainer.contract.errors import (
     CheckpointError,
     ExitCode,
@@ -29,6 +30,7 @@ from trainer.contract.errors import (
 from trainer.contract.options import Training
 from trainer.contract.record.checkpoints import is_dcp_folder
 from trainer.contract.schema import check, describe, read_flags
+from trainer.host.user_code import innermost_user_line
 
 STDIN = "-"
 TEXT = "text"
@@ -104,12 +106,28 @@ def _predict(checkpoint: Path, run: str, source: str, batch: int, training_flags
     encoder = msgspec.json.Encoder()
     with torch.inference_mode():
         for rows in _batches(task, source, batch):
-            predictions = task.predict(model, rows)
-            if not isinstance(predictions, Sequence) or len(predictions) != len(rows):
-                raise RequestError(f"{type(task).__name__}.predict() must return a list with one dict for each row")
-            for prediction in predictions:
+            for prediction in _predictions(task, model, rows):
                 sys.stdout.buffer.write(encoder.encode(prediction) + b"\n")
             sys.stdout.buffer.flush()
+
+
+def _predictions(task: Any, model: Any, rows: Sequence[InputRow]) -> Iterator[Any]:
+    """Yield the predictions for rows; where they fail together, of each alone, up to the one that is to blame."""
+    try:
+        predictions = task.predict(model, rows)
+    except (RequestError, CheckpointError):
+        raise
+    except Exception as error:
+        if len(rows) > 1:
+            for row in rows:
+                yield from _predictions(task, model, [row])
+            return
+        message = f"{rows[0].where}: {type(task).__name__}.predict() fails: {error_line(error)}"
+        where = innermost_user_line(error.__traceback__)
+        raise RequestError(f"{message} ({where})" if where else message) from error
+    if not isinstance(predictions, Sequence) or len(predictions) != len(rows):
+        raise RequestError(f"{type(task).__name__}.predict() must return a list with one dict for each row")
+    yield from predictions
 
 
 def _model_of_checkpoint(task: Any, checkpoint: Path, run: str, training: Training) -> Any:
@@ -217,6 +235,8 @@ def _lines(file: BinaryIO) -> Iterator[list[bytes]]:
 def _row(line: bytes, where: str, *, is_json: bool) -> InputRow:
     if is_json:
         try:
+            if not line.strip():
+                raise RequestError(f"{where}: is empty, where the first line is a JSON object")
             columns = msgspec.json.decode(line, type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RequestError(f"{where}: is no JSON object like the first line: {error}") from None

@@ -6,6 +6,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import closing
 
+from msgspec.structs import replace
+
 from gputrain_tui.commands.document_output import add_form, require_output, write_document, write_schema
 from gputrain_tui.commands.shared_flags import RUN_HELP
 from gputrain_tui.headless.comparison_text import comparison_lines
@@ -62,7 +64,8 @@ def run(args: Namespace) -> int:
     if args.rounds is None:
         runs = [find(name) for name in args.runs]
         recorded = [_recorded(each) for each in runs]
-        comparison = compare(recorded, recipe=_recipe_values(runs), loss_steps=steps)
+        recipe, unknown = _recipe_values(runs)
+        comparison = replace(compare(recorded, recipe=recipe, loss_steps=steps), recipe_unknown=unknown)
         comparison = check_limits(comparison, recorded, conditions)
     else:
         if len(args.runs) != 2 or args.rounds < MIN_ROUNDS:
@@ -74,7 +77,8 @@ def run(args: Namespace) -> int:
         runs = [run for pair in runs_in_turns(before, now, args.rounds) for run in pair]
         recorded = [_recorded(each) for each in runs]
         rounds = list(zip(recorded[::2], recorded[1::2], strict=True))
-        comparison = compare_in_turns(rounds, recipe=_recipe_values(runs), loss_steps=steps)
+        recipe, unknown = _recipe_values(runs)
+        comparison = replace(compare_in_turns(rounds, recipe=recipe, loss_steps=steps), recipe_unknown=unknown)
         comparison = check_limits_in_turns(comparison, rounds, conditions)
     written = write_document(
         args,
@@ -109,10 +113,9 @@ def _recorded(run: Run) -> RecordedRun:
     return RecordedRun(report=report, blocks=blocks, undisturbed=undisturbed)
 
 
-def _recipe_values(runs: Sequence[Run]) -> list[DifferingValues]:
-    """Return the keys that differ; none where a recipe cannot be read, which is said."""
+def _recipe_values(runs: Sequence[Run]) -> tuple[list[DifferingValues], str]:
+    """Return the keys that differ, and why they are not known where a recipe cannot be read."""
     try:
-        return recipe_differences(runs)
+        return recipe_differences(runs), ""
     except RequestError as error:
-        print_message(f"the recipes are not compared: {error}")
-        return []
+        return [], str(error)

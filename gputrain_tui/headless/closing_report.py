@@ -188,7 +188,8 @@ def status_line(state: RunState, *, status: str | None = None, elapsed_s: float 
     status = status or state.status
     style = "alarm" if status == "failed" else "bold"
     steps = f", {state.step} step{'s' * (state.step != 1)}" + " since then" * begun_anew
-    steps += (f", {samples:,} samples" + " in all" * begun_anew) * bool(samples)
+    resumed = f" since step {state.plan.first_update}" if state.plan is not None and state.plan.first_update else ""
+    steps += (f", {samples:,} samples" + " in all" * begun_anew + resumed * (not restarts)) * bool(samples)
     if state.record_gap and state.counts_all_steps:
         steps = f"{steps}; {state.record_gap}"
     elif state.record_gap:

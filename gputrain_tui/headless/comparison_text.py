@@ -28,6 +28,8 @@ def comparison_lines(comparison: RunComparison) -> list[list[Piece]]:
         lines += [[(run, "bold"), (" against ", "dim"), (first, "bold"), (rounds, "")]]
         lines += [[("  not comparable  ", "alarm"), (text, "")] for text in comparison.incomparable]
         changed = _changes(comparison.recipe, index)
+        if comparison.recipe_unknown:
+            changed = [[("  the recipes are not compared  ", "alarm"), (comparison.recipe_unknown, "")]]
         lines += changed or [[("  the same recipe", "dim")]]
         lines += _changes(comparison.versions, index)
         lines += [[("  means over the steps after the first tenth", "dim")], [], *_figures(comparison, index), []]

@@ -127,9 +127,15 @@ def _checked(condition: Condition, figures: Sequence[FigureComparison], index: i
     found = next((each for each in figures if each.name == name), None)
     difference = None if found is None else found.differences[index]
     if found is None or difference is None or difference.change is None:
-        missing = before.report.id if difference is None or difference.before is None else run.id
-        hint = "" if found is not None else nearest(name, [each.name for each in figures])
-        text = f"{name} is not known of {missing}{hint}"
+        missing = before if difference is None or difference.before is None else now
+        if condition.at is not None:
+            missing = next((each for each in (before, now) if not each.blocks.has(condition.at)), missing)
+            hint = f", whose steps are {missing.blocks.first_step:,} to {missing.blocks.last_step:,}"
+        elif name in LOSSES and before.blocks.first_step != now.blocks.first_step:
+            hint = ": what a resumed run had seen before is not in its record"
+        else:
+            hint = "" if found is not None else nearest(name, [each.name for each in figures])
+        text = f"{name} is not known of {missing.report.id}{hint}"
         return Limit(condition=condition.text, run=run.id, exceeded=None, text=text)
     if difference.interval is None and found.name in WITH_INTERVAL:
         text = f"{name}: too few steps for an interval ({MIN_VALUES} blocks after the warm-up are needed)"

@@ -91,6 +91,8 @@ class RunComparison(msgspec.Struct, frozen=True, kw_only=True):
     rounds: tuple[tuple[str, ...], ...] = ()
     """Runs that were made in turns, the oldest round first; differences are then means over the rounds."""
     recipe: tuple[DifferingValues, ...] = ()
+    recipe_unknown: str = ""
+    """Why the recipes are not compared; empty where they are."""
     versions: tuple[DifferingValues, ...] = ()
     """Of torch, driver and so on, on all hosts of a run; of runs whose record has them."""
     incomparable: tuple[str, ...] = ()
@@ -174,7 +176,9 @@ def compare(
     speed, losses = partial(_speed, intervals=intervals), partial(_losses, intervals=intervals)
     figures = [speed(figure, runs) for figure in SPEEDS]
     figures.append(losses("loss", runs, [min(run.blocks.last_step for run in runs)] * len(runs)))
-    for name, of in (("loss_by_samples", block_samples), ("loss_by_time", block_time_ms)):
+    # What a resumed run had seen before is not in its record.
+    of_amounts = (("loss_by_samples", block_samples), ("loss_by_time", block_time_ms))
+    for name, of in of_amounts if len({run.blocks.first_step for run in runs}) == 1 else ():
         if amount := min(run.blocks.amount(of) for run in runs):
             figures.append(losses(name, runs, [run.blocks.step_after(amount, of) for run in runs]))
     figures += [losses(f"loss@{step}", runs, [step] * len(runs)) for step in sorted({*loss_steps})]
@@ -280,13 +284,24 @@ def _less_twice(values: Sequence[BlockSum], alone: Sequence[BlockSum], *, is_tim
 
 def _losses(name: str, runs: Sequence[RecordedRun], steps: Sequence[int], *, intervals: bool) -> FigureComparison:
     """Compare the losses around a step of each run, each the mean of the blocks near it."""
-    values = [
-        block_sums(run.blocks.around(step), block_loss, block_loss_steps) for run, step in zip(runs, steps, strict=True)
-    ]
+    same = steps[0] if len({*steps}) == 1 else None
+    window = {} if same is None else _common_steps(runs)
+    near = [run.blocks.around(step, **window) for run, step in zip(runs, steps, strict=True)]
+    values = [block_sums(each, block_loss, block_loss_steps) for each in near]
     changes = tuple(_difference(values[0], other, relative=False, intervals=intervals) for other in values[1:])
     unit = next((run.report.loss_unit for run in runs if run.report.loss_unit), "")
-    same = steps[0] if len({*steps}) == 1 else None
     return FigureComparison(name=name, unit=unit, relative=False, differences=changes, step=same)
+
+
+def _common_steps(runs: Sequence[RecordedRun]) -> dict[str, int]:
+    """Return the length of the longest blocks, and the steps between which all runs have whole ones."""
+    firsts, lasts = {run.blocks.first_step for run in runs}, {run.blocks.last_step for run in runs}
+    common = {"length": max(run.blocks.length for run in runs)}
+    if len(firsts) > 1:
+        common["first"] = max(firsts)
+    if len(lasts) > 1:
+        common["last"] = min(lasts)
+    return common
 
 
 def _difference(before: Sequence[BlockSum], now: Sequence[BlockSum], *, relative: bool, intervals: bool) -> Difference:

@@ -29,8 +29,10 @@ class StepBlocks:
         """Steps of a block."""
         self._blocks: dict[int, dict[int, Totals]] = {}
         """By number of the block, by rank."""
+        self.first_step = 1
+        """First step of all events: of a resumed run the one after its checkpoint's."""
         self.last_step = 0
-        """Last step of all events."""
+        """Last step of all events; 0 before the first."""
 
     def apply(self, event: Step) -> None:
         """Add a step event; one that covers steps of several blocks is divided among them.
@@ -39,6 +41,8 @@ class StepBlocks:
 
         Steps that a restart repeats count twice, as their time was spent twice.
         """
+        begun = event.step - event.steps + 1
+        self.first_step = min(self.first_step, begun) if self.last_step else begun
         self.last_step = max(self.last_step, event.step)
         while event.steps > MIN_BLOCKS * self.length:
             self._join()
@@ -99,17 +103,38 @@ class StepBlocks:
         skipped = max(1, len(numbers) // 10) if len(numbers) > 2 else 0
         return [list(self._blocks[number].values()) for number in numbers[skipped:]]
 
-    def around(self, step: int) -> list[Sequence[Totals]]:
-        """Return the blocks within a twentieth of a step, or the one that holds it; none where the run ended before."""
-        reach = max(step // 20, 1)
-        near = [
-            number
-            for number in sorted(self._blocks)
-            if number * self.length + 1 <= step + reach and (number + 1) * self.length >= step - reach
-        ]
-        if not near or step > self.last_step:
+    def has(self, step: int) -> bool:
+        """Return whether a step is one of the run's."""
+        return self.first_step <= step <= self.last_step
+
+    def around(
+        self, step: int, *, length: int = 1, first: int | None = None, last: int | None = None
+    ) -> list[Sequence[Totals]]:
+        """Return the blocks within a twentieth of a step, or the one that holds it; none where the run lacks the step.
+
+        Two runs are averaged over the same steps where these are the same: ``length``, least steps of a block, and
+        ``first`` and ``last``, between which a block lies, the nearest one if none of them is so near.
+        """
+        if not self.has(step):
             return []
-        return [list(self._blocks[number].values()) for number in near]
+        reach = max(step // 20, 1)
+        distances = [
+            (max(begin - step - reach, step - reach - end, 0), sums)
+            for begin, end, sums in self._in_blocks_of(length)
+            if (first is None or first <= begin) and (last is None or end <= last)
+        ]
+        nearest = min((distance for distance, _ in distances), default=0)
+        return [sums for distance, sums in distances if distance == nearest]
+
+    def _in_blocks_of(self, length: int) -> Iterator[tuple[int, int, Sequence[Totals]]]:
+        """Yield first and last step of each block of at least this length, the last ones whole, with their sums."""
+        coarse = StepBlocks()
+        coarse.length, coarse._blocks = self.length, self._blocks
+        while coarse.length < length:
+            coarse._join()
+        for number in sorted(coarse._blocks):
+            end = (number + 1) * coarse.length
+            yield number * coarse.length + 1, end, list(coarse._blocks[number].values())
 
 
 def _with_losses(part: Totals, losses: Sequence[float | None], samples: Sequence[int] | None) -> Totals:

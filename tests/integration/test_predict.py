@@ -82,6 +82,7 @@ def test_lines_and_objects_give_equal_predictions_and_those_of_the_exported_weig
     [
         (b"{\"text\": \"a\"}\n{\"txt\": 1}\n", ["--batch=1"], 1,
          "standard input, line 2: there is no column 'text'; its columns are 'txt'"),
+        (b"{\"text\": \"a\"}\n\n", [], 0, "standard input, line 2: is empty, where the first line is a JSON object"),
         (b"good\n\xff\n", [], 0, "standard input, line 2: is no UTF-8"),
         (b"sentence\tlabel\ngood\t1\n", [], 0, "standard input, line 1: the text has a tab"),
         (b"{\"text\": \"a\"}\nplain\n", [], 0, "standard input, line 2: is no JSON object like the first line"),
@@ -175,3 +176,32 @@ def test_a_text_is_continued_alike_each_time(
     assert printed[0] == printed[1]
     assert printed[0]["text"].startswith("one")
     assert len(printed) == 3
+
+
+OWN = """\
+import torch
+from trainer.tasks.task import Task
+
+
+class Own(Task):
+    def model(self):
+        return torch.nn.Linear(2, 1)
+
+    def predict(self, model, rows):
+        numbers = torch.tensor([row["point"] for row in rows])
+        return [{"sum": float(each)} for each in numbers.sum(dim=1)]
+"""
+
+
+def test_an_input_on_which_a_task_of_ones_own_fails_is_named_and_those_before_it_are_predicted(
+    tmp_path: Path, typed: Any, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    task = f"{tmp_path / 'own.py'}:Own"
+    write_file(tmp_path / "best.pt", {"task": task, "updates": 1, "model": torch.nn.Linear(2, 1).state_dict()}, run="r")
+    typed(b'{"point": [1, 2]}\n{"point": [1, "x"]}\n{"point": [3, 4]}\n')
+    code, printed, said = predicted(capfdbinary, tmp_path / "best.pt", "--", f"--task={task}")
+    assert (code, printed) == (2, [{"sum": 3.0}])
+    assert "standard input, line 2: Own.predict() fails: " in said
+    assert said.endswith("own.py:10 in predict)\n")
+    assert said.count("\n") == 1

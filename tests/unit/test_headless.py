@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from made_runs import make_run
 from manual_clock import ManualClock
+from msgspec.structs import replace
 from row_texts import row_text
 
 from gputrain_tui.console.widgets.run_header import RunHeading, draw_header
@@ -220,6 +221,14 @@ def test_the_closing_line_names_the_restarts_after_which_a_script_counts_anew(is
         state.apply(Finding(time=state.time, kind="restarted", severity="info", message=f"attempt {attempt} ended"))
     state.apply(RunEnded(time=state.time, status="finished", exit_code=0))
     assert paint(status_line(state), colour=False).endswith(f" after 2 restarts, {told}")
+
+
+def test_the_samples_of_a_resumed_run_are_those_since_its_checkpoint() -> None:
+    state = trained()
+    assert state.plan is not None
+    state.apply(replace(state.plan, first_update=20))
+    state.apply(RunEnded(time=state.time, status="finished", exit_code=0))
+    assert paint(status_line(state), colour=False).endswith("120 steps, 7,680 samples since step 20")
 
 
 def test_the_list_of_runs_names_the_restarts(tmp_path: Path) -> None:

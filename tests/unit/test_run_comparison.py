@@ -66,10 +66,11 @@ def recorded(
     noise: float = 0.02,
     core_wait_ms: float = 0.0,
     samples: int = 8,
+    first: int = 1,
 ) -> RecordedRun:
     """Return a run of steps of 20 ms, whose forward pass takes a share of the step longer, and waits for a core."""
     blocks, undisturbed, random = StepBlocks(), StepBlocks(), Random(seed)
-    for number in range(1, steps + 1):
+    for number in range(first, steps + 1):
         forward = 8.0 * (1 + random.gauss(0, noise)) + 20 * slower + core_wait_ms
         event = Step(
             time=BEGIN + number, rank=0, step=number, epoch=1, steps=1, samples=samples, lr=0.1,
@@ -89,6 +90,32 @@ def test_a_mean_loss_is_not_called_that_of_a_step() -> None:
         "mean loss by samples, nats",
         "mean loss by time, nats",
         "mean loss around step 300, nats",
+    ]
+
+
+@pytest.mark.parametrize(("steps", "first"), [(204, 103), (150, 1), (2_000, 1), (2_000, 701)])
+def test_equal_losses_do_not_differ_however_long_the_runs_are_and_wherever_one_was_resumed(
+    steps: int, first: int
+) -> None:
+    """A loss that falls: means of other steps would differ."""
+    runs = [recorded("a", steps=2_000 if first == 701 else 204), recorded("b", steps=steps, first=first)]
+    common = [1_500, 1_900] if first == 701 else [140]
+    losses = {figure.name: figure.differences[0] for figure in compare(runs, loss_steps=common).figures}
+    for name in ("loss", *(f"loss@{step}" for step in common)):
+        assert losses[name].change == pytest.approx(0.0, abs=1e-12), name
+
+
+def test_losses_before_a_resume_are_unknown_and_those_by_samples_are_not_made_up() -> None:
+    runs = [recorded("a", steps=204), recorded("b", steps=204, first=103)]
+    comparison = compare(runs, loss_steps=[102])
+    assert {figure.name for figure in comparison.figures} >= {"loss", "loss@102"}
+    assert not {"loss_by_samples", "loss_by_time"} & {figure.name for figure in comparison.figures}
+    texts = ("loss@102>+0.1", "loss_by_samples>+0.1", "loss@300>+0.1")
+    checked = check_limits(comparison, runs, [parse_condition(text) for text in texts])
+    assert [(limit.exceeded, limit.text) for limit in checked.limits] == [
+        (None, "loss@102 is not known of b, whose steps are 103 to 204"),
+        (None, "loss_by_samples is not known of a: what a resumed run had seen before is not in its record"),
+        (None, "loss@300 is not known of a, whose steps are 1 to 204"),
     ]
 
 
@@ -317,6 +344,14 @@ def test_the_command_tells_by_its_exit_code(
     for run, lr in ((first_run, 0.1), (late_run, 0.2)):
         table = f'[[cluster.nodes]]\ncpu_ranks = 2\n[task]\ndata = "stdlib"\n[train]\ntask = "lm"\nlr = {lr}\n'
         run.dir.recipe.write_text(table)
+    late_text = late_run.dir.recipe.read_text()
+    late_run.dir.recipe.write_text(late_text.replace('"lm"', '"gone.py:Task"'))
+    assert cli.main(["compare", first, late]) == 0
+    out, _ = capsys.readouterr()
+    assert "the recipes are not compared" in out
+    assert "task file gone.py does not exist" in out
+    assert "the same recipe" not in out
+    late_run.dir.recipe.write_text(late_text)
     wide = synthetic.run(runs, name="d", steps=300, ranks_per_node=3, status="finished").id
     limit = ("--fail-on", "step_ms>+5%")
     assert cli.main(["compare", first, equal, *limit]) == 0
