@@ -183,6 +183,8 @@ def status_line(state: RunState, *, status: str | None = None, elapsed_s: float 
     took = f" in {duration(elapsed_s)}" if elapsed_s is not None else ""
     restarts = sum(finding.kind == RESTARTED for finding in state.past_findings)
     took += restarts_text(restarts)
+    compile_s = max((view.totals.compile_ms for view in state.ranks.values()), default=0.0) / 1000
+    took += f", {duration(compile_s)} of it compiling" if compile_s >= 1 else ""
     begun_anew = restarts > 0 and state.plan is None  # the steps of a script are counted anew in each attempt
     samples = sum(view.totals.samples for view in (*state.ranks.values(), *state.former.values()))
     status = status or state.status

@@ -63,6 +63,8 @@ class Totals(NamedTuple):
     """Durations of the steps whose tokens are known."""
     timed_tokens: int = 0
     """Tokens of those steps."""
+    compile_ms: float = 0.0
+    """Of ``torch.compile``, which is in no duration of a step."""
 
     def plus(self, event: Step) -> Totals:
         """Return the sums with one more event; an absent value adds nothing.
@@ -72,7 +74,7 @@ class Totals(NamedTuple):
         (
             steps, samples, tokens, step_ms, timed_steps, whole_ms, whole_steps, data_ms, forward_ms, backward_ms,
             sync_ms, optimizer_ms, other_ms, exposed_ms, synced_steps, loss, loss_steps, sample_loss, loss_samples,
-            sample_ms, timed_samples, token_ms, timed_tokens,
+            sample_ms, timed_samples, token_ms, timed_tokens, compile_ms,
         ) = self  # fmt: skip
         n, duration_ms, mean_wait_ms = event.steps, event.step_ms, event.sync_exposed_ms
         event_samples, event_tokens = event.samples, event.tokens
@@ -130,6 +132,7 @@ class Totals(NamedTuple):
             steps + n, samples + (event_samples or 0), tokens + (event_tokens or 0), step_ms, timed_steps, whole_ms,
             whole_steps, data_ms, forward_ms, backward_ms, sync_ms, optimizer_ms, other_ms, exposed_ms, synced_steps,
             loss, loss_steps, sample_loss, loss_samples, sample_ms, timed_samples, token_ms, timed_tokens,
+            compile_ms + (event.compile_ms or 0.0),
         ))  # fmt: skip
 
     def since(self, earlier: Totals) -> Totals:

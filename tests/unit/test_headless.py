@@ -223,6 +223,15 @@ def test_the_closing_line_names_the_restarts_after_which_a_script_counts_anew(is
     assert paint(status_line(state), colour=False).endswith(f" after 2 restarts, {told}")
 
 
+def test_the_closing_line_has_the_time_of_the_rank_that_compiled_longest() -> None:
+    state = trained()
+    for rank, compile_ms in ((0, 61_000.0), (1, 75_000.0), (1, 20_000.0)):
+        step = Step(time=state.time, rank=rank, step=121, epoch=1, steps=1, samples=32, lr=0.1, compile_ms=compile_ms)
+        state.apply(step)
+    state.apply(RunEnded(time=1_200.0, status="finished", exit_code=0))
+    assert paint(status_line(state), colour=False).startswith("finished in 3:20, 1:35 of it compiling, ")
+
+
 def test_the_samples_of_a_resumed_run_are_those_since_its_checkpoint() -> None:
     state = trained()
     assert state.plan is not None
