@@ -24,6 +24,7 @@ from trainer.contract.errors import (
     ExitCode,
     MachineNotReadyError,
     RequestError,
+    nearest,
     print_message,
     quoted,
 )
@@ -92,9 +93,11 @@ def _predict(checkpoint: Path, run: str, source: str, batch: int, training_flags
     kind = load_task(training.task)
     schema = describe(kind.Options)
     values, unknown = read_flags(rest, schema)
-    if unknown:
-        raise RequestError(f"{unknown[0]} is not an option of the trainer or of task {training.task}")
     flags = {option.name: option.flag for option in schema}
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        hint = nearest(flag, flags.values())
+        raise RequestError(f"{flag} is not an option of the trainer or of task {training.task}{hint}")
     task = kind(check(kind.Options, values, where=lambda name: flags.get(name, name)))
     if kind.predict is Task.predict:
         raise RequestError(f"task {training.task} has no predict(model, rows)")

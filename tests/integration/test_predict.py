@@ -125,7 +125,10 @@ def test_a_text_with_commas_is_no_header(docnn: Path, typed: Any, capfdbinary: p
         (["--task=lm", "--data=none"], "is a checkpoint of task docnn, not of lm"),
         ([*DOCNN, "--kernel-num=7"], "does not fit this model"),
         (["--task=tiny_task:TinyTask"], "has no predict(model, rows)"),
-        ([*DOCNN, "--widht=3"], "--widht=3 is not an option"),
+        (
+            [*DOCNN, "--kernel-nun=3"],
+            "--kernel-nun is not an option of the trainer or of task docnn; did you mean '--ker",
+        ),
         ([], "--task is missing"),
     ],
 )

@@ -25,6 +25,7 @@ from trainer.contract.errors import (
     NotKeptError,
     RequestError,
     TrainingError,
+    nearest,
     printable,
     printable_lines,
 )
@@ -397,9 +398,11 @@ def _own_options(kind: type[Task], spec: TrainingSpec) -> tuple[Any, list[str]]:
     schema = describe(kind.Options)
     values, rest = read_flags(spec.task_flags, schema)
     rest, notes = remove_fairseq_flags(rest)
-    if rest:
-        raise RequestError(f"{rest[0]} is not an option of the trainer or of task {spec.training.task}")
     flags = {option.name: option.flag for option in schema}
+    if rest:
+        flag = rest[0].partition("=")[0]
+        hint = nearest(flag, [*flags.values(), *(option.flag for option in describe(Training))])
+        raise RequestError(f"{flag} is not an option of the trainer or of task {spec.training.task}{hint}")
     return check(kind.Options, values, where=lambda name: flags.get(name, name)), notes
 
 
