@@ -12,6 +12,7 @@ from gputrain_tui.headless.progress import Piece, event_line, paint
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.figures import noise_text, run_throughput
 from gputrain_tui.state.finding_text import NO_LOSS, NO_STEPS, failure_words, restarts_text, run_mark
+from gputrain_tui.state.newest_metrics import validated_metrics
 from gputrain_tui.state.share_changes import change_text
 from gputrain_tui.tables import TableColumn, duration, on_ranks, printable, table, width as cells
 from trainer.contract.outcome import RESTARTED
@@ -107,7 +108,8 @@ def result_lines(state: RunState, width: int) -> list[list[Piece]]:
         if validation is not None:
             text = paint((event_line(validation) or [])[1:], colour=False)
             lines.append([(f"{split:<11}", "dim"), (text, "")])
-    lines += metric_lines(state.metrics.values(), width)
+    validated = validated_metrics(state.validations)  # these stand above
+    lines += metric_lines({k: v for k, v in state.metrics.values().items() if k not in validated}, width)
     if noise := noise_text(state.noise_scale):
         lines.append([("noise      ", "dim"), (f"the noise scale is {noise}", "")])
     if (agree := state.desync.equal) is not None and state.world_size > 1:
@@ -131,7 +133,7 @@ def metric_lines(metrics: Mapping[str, float], width: int) -> list[list[Piece]]:
         [("metrics    " if not index else " " * 11, "dim"), (text, "")] for index, text in enumerate(shown)
     ]
     if rows:
-        rows[-1].append(("  as last reported in training", "dim"))  # a validation's stand above
+        rows[-1].append(("  as last reported in training", "dim"))
     return rows
 
 

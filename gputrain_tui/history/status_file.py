@@ -90,7 +90,7 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     noise_scale: FiniteFloat | None = None
     """Gradient noise scale, samples, by its newest event; None where it is not known; written at the end."""
     metrics: dict[str, FiniteFloat | Literal["nan"]] = {}
-    """The user's own, newest values over the ranks; written at the end; ``nan`` as above."""
+    """The user's own, newest values over the ranks, of a validation where there is one; ``nan`` as above."""
     shares: list[Count] | None = None
     """Samples of a micro-step of each rank, where shares are balanced."""
     tested: Validation | None = None

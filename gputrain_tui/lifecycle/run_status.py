@@ -19,6 +19,7 @@ from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
 from gputrain_tui.state.figures import run_throughput
 from gputrain_tui.state.finding_text import failure_summary, marking
+from gputrain_tui.state.newest_metrics import newest_values
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import REQUEUED, RESTARTED, exit_code_of
 from trainer.contract.record import Event, Failure, Finding, RunDir, RunEnded, RunStarted, World, encode_event
@@ -240,7 +241,8 @@ class RunStatusWriter:
 
 
 def _metrics(state: RunState) -> dict[str, float | Literal["nan"]]:
-    return {name: value if isfinite(value) else "nan" for name, value in state.metrics.values().items()}
+    values = newest_values(state.metrics, state.validations)
+    return {name: value if isfinite(value) else "nan" for name, value in values.items()}
 
 
 def _valid(state: RunState) -> float | Literal["nan"] | None:

@@ -349,12 +349,7 @@ def _peak_memory(report: RunReport) -> float | None:
 
 
 def _metric(report: RunReport, *, name: str) -> float | None:
-    """Return the newest value; of a metric that is validated too, that one, which is exact over all samples.
-
-    One of training steps is a mean over as many steps as were made since it was recorded last.
-    """
-    validated = (each.metrics.get(name) for each in reversed(report.validations) if each.split == "valid")
-    return next((value for value in validated if value is not None), report.metrics.get(name))
+    return report.metrics.get(name)
 
 
 def change_text(difference: Difference, *, relative: bool) -> str:

@@ -11,6 +11,7 @@ from gputrain_tui.diagnosis.roll_up import newest_findings
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.figures import mean_phase_ms, mean_share, run_groups
 from gputrain_tui.state.finding_text import failure_summary, failure_words
+from gputrain_tui.state.newest_metrics import newest_values
 from gputrain_tui.state.totals import PHASES, Totals
 from trainer.contract.outcome import RESTARTED
 from trainer.contract.record import Finding, NodeSample
@@ -244,7 +245,7 @@ def run_report(state: RunState, facts: RunFacts) -> RunReport:
             )
             for each in state.validations
         ),
-        metrics={name: _finite(value) for name, value in state.metrics.values().items()},
+        metrics={name: _finite(value) for name, value in newest_values(state.metrics, state.validations).items()},
         findings=tuple(past_findings(state.past_findings, state.findings)),
         earlier_findings=len(state.past_findings) == state.past_findings.maxlen,
         attempts=tuple(each.message for each in state.past_findings if each.kind == RESTARTED),

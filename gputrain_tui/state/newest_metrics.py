@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import nan
 
-from trainer.contract.record import Metrics
+from trainer.contract.record import Metrics, Validation
 
 MAX_NAMES = 1024
 """Names that are kept of a run: each rank may report its own."""
@@ -39,6 +39,21 @@ class NewestMetrics:
     def of_rank(self, rank: int) -> dict[str, float]:
         """Return the newest values of one rank, as far as it has reported at the newest step of a name."""
         return {name: by_rank[rank] for name, (_, _, by_rank) in self._newest.items() if rank in by_rank}
+
+
+def newest_values(metrics: NewestMetrics, validations: Sequence[Validation]) -> dict[str, float]:
+    """Return the newest value by name; of a metric that is validated too, that of the newest validation.
+
+    A validation is over all samples of its split; in training a value is of the few steps since the one before.
+    """
+    values = metrics.values()
+    validated = validated_metrics(validations)
+    return {name: validated.get(name, value) for name, value in values.items()}
+
+
+def validated_metrics(validations: Sequence[Validation]) -> dict[str, float]:
+    """Return the metrics of the newest validation that has each."""
+    return {name: value for each in validations if each.split == "valid" for name, value in each.metrics.items()}
 
 
 def own_values(event: Metrics) -> Iterator[tuple[str, float]]:

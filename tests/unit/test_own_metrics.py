@@ -11,9 +11,9 @@ import torch
 from gputrain_tui.history.metric_curves import MAX_POINTS, NOISE_SCALE, MetricCurve, MetricCurves
 from gputrain_tui.history.run_columns import run_filter, sorted_runs
 from gputrain_tui.history.summary import SUMMARY_KEYS
-from gputrain_tui.state.newest_metrics import NewestMetrics
+from gputrain_tui.state.newest_metrics import NewestMetrics, newest_values
 from trainer.contract.errors import RequestError
-from trainer.contract.record import EventWriter, Finding, Metrics, NoiseScale, Step, decode_events
+from trainer.contract.record import EventWriter, Finding, Metrics, NoiseScale, Step, Validation, decode_events
 from trainer.contract.record.downsampled import DownsampledNote, Downsampler
 from trainer.contract.record.events import MAX_METRIC_CHARS, MAX_METRICS
 from trainer.telemetry.own_metrics import OwnMetrics
@@ -186,3 +186,15 @@ def test_a_column_that_is_none_is_refused_with_the_form_of_a_metric() -> None:
         run_filter("metric:accuracy>high")
     with pytest.raises(RequestError, match="metric:NAME"):
         sorted_runs([], "accuracy")
+
+
+def test_a_metric_that_is_validated_has_the_value_of_the_newest_validation() -> None:
+    metrics = NewestMetrics()
+    metrics.apply(Metrics(time=1.0, rank=0, step=20, values={"accuracy": 1.0, "margin": 0.3}))
+    kinds = (("valid", 0.7), ("valid", 0.8), ("test", 0.6))
+    validations = [
+        Validation(time=2.0, step=20, epoch=1, split=split, loss=1.0, metrics={"accuracy": value, "f1": 0.5})
+        for split, value in kinds
+    ]
+    assert newest_values(metrics, validations) == {"accuracy": 0.8, "margin": 0.3}
+    assert newest_values(metrics, []) == {"accuracy": 1.0, "margin": 0.3}

@@ -396,14 +396,6 @@ def test_the_loss_near_a_step_does_not_depend_on_which_steps_share_an_event() ->
     assert found == [pytest.approx(found[0])] * 3
 
 
-def test_a_metric_that_is_validated_is_compared_by_its_validation() -> None:
-    trained = measured("a", 0.5)
-    validations = (ValidationReport(split="valid", step=100, loss=2.0, metrics={"recall@5": 0.75}),)
-    validated = dataclasses.replace(trained, report=replace(trained.report, validations=validations))
-    (found,) = (each for each in compare([validated, trained]).figures if each.name == "metric:recall@5")
-    assert (found.differences[0].before, found.differences[0].now) == (0.75, 0.5)
-
-
 def turns(
     *, rounds: int, slower: float, seed: int = 0, own_noise: float = 0.02
 ) -> list[tuple[RecordedRun, RecordedRun]]:
