@@ -349,7 +349,9 @@ def _assign(data: dict[str, Any], parts: Sequence[str], value: Any, name: str, t
         if isinstance(node, list):
             if not part.isdecimal() or len(part) > 9 or int(part) >= len(node):
                 known = f"0 to {len(node) - 1}" if node else "none: the list is empty"
-                raise RequestError(f"--set {name}: {dotted(key)} has no entry {quoted(part)} (entries: {known})")
+                is_key = node and isinstance(node[0], dict) and not part.isdecimal()
+                hint = f"; did you mean {dotted((*key, 0, *parts[position:]))}?" if is_key else ""
+                raise RequestError(f"--set {name}: {dotted(key)} has no entry {quoted(part)} (entries: {known}){hint}")
             step: str | int = int(part)
         elif isinstance(node, dict):
             step = part

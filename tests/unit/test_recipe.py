@@ -313,6 +313,7 @@ def test_a_setting_makes_the_tables_that_it_needs() -> None:
         ("train..lr=1", "is not KEY=VALUE"),
         ("name.x=1", "--set name.x: name is 'mnist-two-nodes', which has no keys"),
         ("cluster.nodes.2.gpus=1", "--set cluster.nodes.2.gpus: cluster.nodes has no entry '2' (entries: 0 to 1)"),
+        ("cluster.nodes.gpus=1", "has no entry 'gpus' (entries: 0 to 1); did you mean cluster.nodes[0].gpus?"),
         ("cluster.nodes[0].gpus=-1", "--set cluster.nodes[0].gpus is -1, but must be a count"),
         ("cluster=5", "--set cluster is 5, but must be a table"),
         ("cluster.workdir=code", "--set cluster.workdir is 'code', but must be an absolute path, or start with ~/"),
