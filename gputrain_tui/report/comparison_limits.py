@@ -128,8 +128,9 @@ def _checked(condition: Condition, figures: Sequence[FigureComparison], index: i
     difference = None if found is None else found.differences[index]
     if found is None or difference is None or difference.change is None:
         missing = before if difference is None or difference.before is None else now
-        if condition.at is not None:
-            missing = next((each for each in (before, now) if not each.blocks.has(condition.at)), missing)
+        lacking = [each for each in (before, now) if condition.at is not None and not each.blocks.has(condition.at)]
+        if lacking:
+            missing = lacking[0]
             hint = f", whose steps are {missing.blocks.first_step:,} to {missing.blocks.last_step:,}"
         elif name in LOSSES and before.blocks.first_step != now.blocks.first_step:
             hint = ": what a resumed run had seen before is not in its record"

@@ -27,9 +27,15 @@ classes = ["x"]
         (
             BEFORE,
             BEFORE.replace("lr = 0.1", 'lr = 0.2\nlr_scheduler = "cosine"').replace("ema_decay = 0.99", ""),
-            'train.ema_decay not set (was 0.99), train.lr 0.2 (was 0.1), train.lr_scheduler "cosine" (was not set)',
+            "train.ema_decay not set (was 0.99), train.lr 0.2 (was 0.1), train.lr_scheduler cosine (was not set)",
         ),
-        (BEFORE, BEFORE.replace('["x"]', '["x", "y"]'), 'task.classes ["x", "y"] (was ["x"])'),
+        (BEFORE, BEFORE.replace('["x"]', '["x", "y"]'), "task.classes changed"),
+        (BEFORE, BEFORE + 'token = "secret"\n', "task.token changed"),
+        (
+            BEFORE,
+            BEFORE.replace("lr = 0.1", 'lr = 0.1\nsave_dir = "/home/me"'),
+            "train.save_dir changed",
+        ),
         ("", BEFORE, ""),
         (BEFORE, "", ""),
         ("train = 1", BEFORE, ""),

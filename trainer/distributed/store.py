@@ -33,7 +33,7 @@ KEY_PREFIX = "gputrain-join"
 
 ANSWER_TIMEOUTS_S = (10.0, 60.0)
 """Time-outs of two attempts to connect to the store. torch looks up the name of each peer, which takes 10 s with a
-nameserver that does not answer; the first attempt fails at once for a rank 0 on another machine than the others think.
+nameserver that does not answer; a rank 0 on another machine than the others think has failed after the first.
 """
 LOOK_UP = (
     "torch looks up the names of addresses, and a nameserver that does not answer is a common cause; have the one in "

@@ -234,11 +234,11 @@ def changed_settings(saved: str, own: str) -> str:
     before, now = _settings(saved), _settings(own)
     if not (before and now):
         return ""
-    changed = [
-        f"{key} {_value(now.get(key))} (was {_value(before.get(key))})"
-        for key in sorted(before | now)
-        if before.get(key) != now.get(key)
-    ]
+    changed = []
+    for key in sorted(before | now):
+        if before.get(key) != now.get(key):
+            values = _shown(key, now), _shown(key, before)
+            changed.append(f"{key} changed" if "" in values else "{} {} (was {})".format(key, *values))
     return f"goes on with other settings than before: {', '.join(changed)}" if changed else ""
 
 
@@ -255,8 +255,14 @@ def _settings(recipe: str) -> dict[str, Any]:
     }
 
 
-def _value(value: Any) -> str:
-    return "not set" if value is None else one_line(json.dumps(value, ensure_ascii=False, default=str))
+def _shown(key: str, settings: Mapping[str, Any]) -> str:
+    """Return a number, or a word of ``[train]``; else empty: the record may leave this machine."""
+    value = settings.get(key)
+    if isinstance(value, int | float):
+        return json.dumps(value)
+    if isinstance(value, str) and key.startswith("train.") and re.fullmatch(r"\w{1,30}", value):
+        return value
+    return "not set" if value is None else ""
 
 
 def one_line(text: str) -> str:
