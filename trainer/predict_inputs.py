@@ -120,7 +120,7 @@ def _predictions(task: Any, model: Any, rows: Sequence[InputRow]) -> Iterator[An
         predictions = task.predict(model, rows)
     except (RequestError, CheckpointError):
         raise
-    except Exception as error:
+    except Exception as error:  # of a task of the user's own, which may raise anything
         if len(rows) > 1:
             for row in rows:
                 yield from _predictions(task, model, [row])
