@@ -9,9 +9,9 @@ import sys
 import pytest
 
 TRAINING = """
-import os, sys, tempfile
+import importlib.util, os, sys, tempfile
 import torch
-from trainer.engine.deferred_compiler import defer_compiler
+from trainer.agent.deferred_compiler import defer_compiler
 import torch.distributed
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,6 +32,7 @@ optimizer = torch.optim.AdamW(module.parameters(), fused=True)
 train(model, optimizer)
 optimizer.load_state_dict(optimizer.state_dict())
 torch.save(module.state_dict(), os.devnull)
+assert importlib.util.find_spec("torch._dynamo").origin.endswith("__init__.py")
 assert not is_imported()
 """
 """What each rank does with options that ask for no compiler, up to a checkpoint."""
@@ -52,6 +53,11 @@ assert config.optimize_ddp is True and utils.get_optimize_ddp_mode() == "ddp_opt
     "its settings, to change one": """
 torch._dynamo.config.suppress_errors = True
 assert sys.modules["torch._dynamo.config"].suppress_errors is True
+""",
+    "a name of its own, to replace it": """
+held = torch._dynamo
+torch._dynamo.reset = len
+assert sys.modules["torch._dynamo"] is not held and sys.modules["torch._dynamo"].reset is len is held.reset
 """,
     "another attribute of a module that DDP asks": """
 assert torch._dynamo.utils.counters == {}
@@ -85,7 +91,7 @@ assert len(got) == 8 and all(each is sys.modules["torch._dynamo.eval_frame"] for
     "a compiler that is there already stays": """
 import sys
 import torch._dynamo
-from trainer.engine.deferred_compiler import defer_compiler
+from trainer.agent.deferred_compiler import defer_compiler
 before = torch._dynamo
 defer_compiler()
 assert sys.modules["torch._dynamo"] is before and torch._dynamo is before

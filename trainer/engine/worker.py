@@ -14,6 +14,7 @@ import torch
 from trainer import distributed
 from trainer.agent import end_signal
 from trainer.agent.assignment import RankAssignment
+from trainer.agent.deferred_compiler import defer_compiler
 from trainer.agent.line_printer import LinePrinter
 from trainer.agent.rank_failure import failure_of
 from trainer.checkpoint import CheckpointError, good_ones
@@ -41,7 +42,6 @@ from trainer.engine import reports
 from trainer.engine.accelerator import prepare_environment, set_numerics
 from trainer.engine.checkpoint_evaluation import evaluate_checkpoint
 from trainer.engine.compared_options import task_request, training_request
-from trainer.engine.deferred_compiler import defer_compiler
 from trainer.engine.end_conditions import TrainingOutcome
 from trainer.engine.loop import Loop
 from trainer.engine.non_finite import NonFiniteError

@@ -61,9 +61,11 @@ def install(path: Path, rank: int, *, on_begin: Callable[[], None] = lambda: Non
         global _recording
         try:
             with own_package.own_package():
+                from trainer.agent.deferred_compiler import defer_compiler
                 from trainer.telemetry.collectives import interception
                 from trainer.telemetry.instrument import patches
 
+            defer_compiler()
             recording = _recording = patches.patch(path, rank)
             recording.on_begin = on_begin
             functional = interception.FUNCTIONAL_MODULE

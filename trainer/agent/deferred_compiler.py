@@ -2,12 +2,14 @@
 
 torch imports ``torch._dynamo`` when the first optimizer is made: to keep a compiler that may be at work out of some
 functions. A stand-in answers such questions as the compiler does where nothing is compiled. Whatever else is asked of
-it imports the compiler in its place.
+it, or set in it, imports the compiler in its place. Ranks have it from their start; of a script, those that are
+measured, once the script has imported torch.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import threading
 from collections.abc import Callable
@@ -30,16 +32,24 @@ def defer_compiler() -> None:
 class _Compiler(ModuleType):
     """Stand-in of ``torch._dynamo`` until that is imported."""
 
+    _lock: threading.Lock
+    _left_alone: list[FunctionType]
+
     def __init__(self) -> None:
         super().__init__(COMPILER)
-        self.utils = _Part(self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
-        """Asked by DDP's constructor; what it answers is the compiler's default."""
-        self.config = _Part(self, "config", _get_optimize_ddp_mode=self.utils.get_optimize_ddp_mode)
-        """Asked by it in torch 2.6."""
-        self.trace_rules = _Part(self, "trace_rules", clear_lru_cache=lambda: None)
-        """Cleared by a new process group."""
-        self._lock = threading.Lock()
-        self._left_alone: list[FunctionType] = []
+        utils = _Part(self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
+        vars(self).update(
+            # A module without it is an error for ``importlib.util.find_spec``.
+            __spec__=importlib.util.find_spec(COMPILER),
+            _lock=threading.Lock(),
+            _left_alone=[],
+            # Asked by DDP's constructor; what it answers is the compiler's default.
+            utils=utils,
+            # Asked by it in torch 2.6.
+            config=_Part(self, "config", _get_optimize_ddp_mode=utils.get_optimize_ddp_mode),
+            # Cleared by a new process group.
+            trace_rules=_Part(self, "trace_rules", clear_lru_cache=lambda: None),
+        )
 
     @staticmethod
     def graph_break(*_: object) -> None:
@@ -69,6 +79,9 @@ class _Compiler(ModuleType):
         if name.startswith("__") and name != "__path__":
             raise AttributeError(name)
         return getattr(self.imported(), name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self.imported(), name, value)
 
 
 class _Part:
