@@ -25,6 +25,14 @@ class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise RequestError(f"{self._where}{message}; see `{self._program} --help`")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse what is no choice, as argparse does, and name the nearest one."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += nearest(str(value), map(str, action.choices or ()))
+            raise
+
     def print_help(self, file: Any = None) -> None:
         """Print the help with ``print``, so that a closed pipe raises as elsewhere; argparse ignores it."""
         print(self.format_help(), end="", file=file)

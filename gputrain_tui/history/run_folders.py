@@ -293,10 +293,13 @@ def find(wanted: str, root: Path | None = None) -> Run:
         raise RequestError(f"run {broken.id} cannot be read: {broken.problem}")
     if os.path.isdir(wanted):  # noqa: PTH112 - of a name that is too long, a path's method raises
         raise RequestError(f"no run is called {quoted(wanted)}; did you mean the folder {quoted(f'./{wanted}')}?")
-    recent = [run.id for run in list_runs(folder)]
+    recent = list_runs(folder)
     if not recent:
         raise RequestError(f"there is no run in {folder} yet; start one with `gputrain run RECIPE`")
-    guess = nearest(wanted, recent) or f"; the last one is {recent[0]!r}"
+    of_recipe = [run.id for run in recent if run.status.recipe == wanted]
+    if of_recipe:
+        raise RequestError(f"{quoted(wanted)} is a recipe; its newest run is {of_recipe[0]!r}")
+    guess = nearest(wanted, [*(run.id for run in recent), "last"]) or f"; the last one is {recent[0].id!r}"
     raise RequestError(f"no run is called {quoted(wanted)}{guess}")
 
 

@@ -88,6 +88,13 @@ def test_a_refusal_is_one_line_and_exit_code_2(
     assert error == f"gputrain: there is no run in {tmp_path}/runs yet; start one with `gputrain run RECIPE`\n"
 
 
+def test_a_wrong_choice_is_answered_by_all_and_by_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["export", "last", "--to", "safetensor"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("gputrain: export: argument --to: invalid choice: 'safetensor' (choose from ")
+    assert error.endswith("); did you mean 'safetensors'?; see `gputrain export --help`\n")
+
+
 def test_control_c_ends_a_command_with_130_and_without_a_traceback(run: Run) -> None:
     process = subprocess.Popen(
         [*GPUTRAIN, "logs", "last", "--follow"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE

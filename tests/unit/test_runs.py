@@ -192,6 +192,8 @@ def test_a_whole_id_wins_over_ids_that_it_begins(tmp_path: Path) -> None:
         ("20261121-120005-mew", "no run is called '20261121-120005-mew'; did you mean '20261121-120005-new'?"),
         ("zebra", "no run is called 'zebra'; the last one is '20261121-120005-new'"),
         ("", "no run is called ''; the last one is '20261121-120005-new'"),
+        ("lst", "no run is called 'lst'; did you mean 'last'?"),
+        ("old", "'old' is a recipe; its newest run is '20261121-120000-old'"),
     ],
 )
 def test_a_name_of_no_run_or_several_is_refused_with_candidates(tmp_path: Path, wanted: str, message: str) -> None:

@@ -60,7 +60,7 @@ def require_file(name: str) -> Path:
     """
     path = expand_home(name)
     if not path.exists():
-        raise RequestError(f"{path} does not exist{_nearest_file(path)}")
+        raise RequestError(f"{path} does not exist{nearest_file(path)}")
     if path.is_dir():
         raise RequestError(f"{path} is a folder, but must be a file")
     with refuse_unreadable(path), path.open("rb") as file:
@@ -140,7 +140,8 @@ def saved_dataset(name: str) -> SavedDataset | None:
     return SavedDataset(folder=folder, features=features)
 
 
-def _nearest_file(path: Path) -> str:
+def nearest_file(path: Path) -> str:
+    """Return a hint at a file of the same folder with a similar name, empty without one."""
     if not path.parent.is_dir():
         return f" (nor does the folder {path.parent}; working directory: {Path.cwd()})"
     with refuse_unreadable(path.parent):
@@ -193,7 +194,7 @@ def idx_file(folder: Path, name: str) -> Path:
     """
     folder = expand_home(folder)
     if not folder.exists():
-        raise RequestError(f"{folder} does not exist{_nearest_file(folder)}")
+        raise RequestError(f"{folder} does not exist{nearest_file(folder)}")
     if not folder.is_dir():
         raise RequestError(f"{folder} is a file, but must be the folder of MNIST's IDX files")
     for parent in (folder, folder / "raw", folder / "MNIST" / "raw"):

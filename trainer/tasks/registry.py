@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from trainer.contract.builtin_tasks import BUILT_IN, unknown_task
 from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.home_folder import expand_home
+from trainer.contract.task_files import nearest_file
 from trainer.host.import_path import append_user_folders, origin_in
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def _add_working_folder(module_name: str) -> None:
 
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise RequestError(f"task file {path} does not exist")
+        raise RequestError(f"task file {path} does not exist{nearest_file(path)}")
     path = path.resolve()
     # The path is part of the name, so that two files called task.py are two modules.
     name = "task_file" + "".join(char if char.isalnum() else "_" for char in str(path.with_suffix("")))

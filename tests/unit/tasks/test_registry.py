@@ -55,6 +55,7 @@ def test_a_task_in_a_module_is_loaded() -> None:
         ("trainer.tasks.lm:LanguageModl", "did you mean 'LanguageModel'?"),
         ("trainer.tasks.lm:Decoder", "must be a subclass of trainer.tasks.task.Task"),
         ("{tmp}/absent.py:Mine", "absent.py does not exist"),
+        ("{tmp}/mein.py:Mine", "mein.py does not exist; did you mean 'mine.py'?"),
         ("{tmp}/mine.py:Other", "its tasks are Mine"),
         ("{tmp}/mine.py:NotOne", "must be a subclass"),
         ("{tmp}/broken.py:Mine", "broken.py, line 1"),
