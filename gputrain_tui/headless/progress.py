@@ -135,8 +135,9 @@ def _measures(
         measures.append(("tokens", [(further, "")]))
     if (latest := state.latest()) is not None:
         rank, late_ms = latest
-        late = f"r{rank} {late_ms:.0f} ms" if compact else f"r{rank} {late_ms:.1f} ms"
-        measures.append(("late", [("late ", "dim"), (late, "")]))
+        shown = f"{late_ms:.0f}" if compact else f"{late_ms:.1f}"
+        if float(shown) > 0:
+            measures.append(("late", [("late ", "dim"), (f"r{rank} {shown} ms", "")]))
     if figures.sync_share is not None and state.world_size > 1:
         share = f"{figures.sync_share:.0%}" if compact else percent(figures.sync_share)
         measures.append(("sync", [("sync ", "dim"), (share, "")]))
