@@ -498,9 +498,8 @@ def test_ranks_that_run_out_of_data_average_over_those_that_have_some_and_measur
         assert _losses(events) == pytest.approx(losses, rel=1e-5)
         assert sum(event.steps for event in events) == 2 + 2 * (STEPS + 3 * rank)
         # How many steps an event covers depends on how fast they are: there may be two events in all.
-        assert {_bucket_bytes(event) for event in (*events[2:], events[-1])} == {PARAMETER_BYTES}, (
-            "and none of the others' steps"
-        )
+        for event in (*events[2:], events[-1]):  # means over the event's steps, each rounded
+            assert _bucket_bytes(event) == pytest.approx(PARAMETER_BYTES, abs=1), "and none of the others' steps"
 
 
 def _bucket_bytes(event: Step) -> int:
