@@ -29,24 +29,30 @@ same_network: true
 use_cpu: false
 """
 CONFIGS = {
-    "fsdp2": "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n"
+    "fsdp2, compiled": "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\nfsdp_config:\n"
+    "  fsdp_version: 2\n"
     "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_offload_params: true\n  fsdp_state_dict_type: "
-    "SHARDED_STATE_DICT\n  fsdp_transformer_layer_cls_to_wrap: Block\n",
+    "SHARDED_STATE_DICT\n  fsdp_transformer_layer_cls_to_wrap: Block\n"
+    "dynamo_config:\n  dynamo_backend: INDUCTOR\n  dynamo_mode: max-autotune\n  dynamo_use_fullgraph: true\n",
     "context parallel": "distributed_type: FSDP\nmixed_precision: 'no'\nnum_processes: 2\n"
     "fsdp_config:\n  fsdp_version: 2\nparallelism_config:\n  parallelism_config_cp_size: 2\n"
     "  parallelism_config_cp_comm_strategy: alltoall\n",
-    "compiled": "distributed_type: MULTI_GPU\nmixed_precision: fp16\nnum_processes: 2\ndynamo_config:\n"
-    "  dynamo_backend: INDUCTOR\n  dynamo_mode: max-autotune\n  dynamo_use_fullgraph: true\n",
+    "two GPUs": "distributed_type: MULTI_GPU\nmixed_precision: fp16\nnum_processes: 2\n",
     "one process": "distributed_type: 'NO'\nmixed_precision: bf16\nnum_processes: 1\n",
 }
+SLOW = ("context parallel", "two GPUs")
+"""Variants of the others; each starts accelerate's launcher, whose imports take seconds."""
 
 
 def dumped(folder: Path) -> dict[str, object]:
     return {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_the_ranks_get_the_variables_that_accelerate_sets(tmp_path: Path, config: str) -> None:
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CONFIGS]
+)
+def test_the_ranks_get_the_variables_that_accelerate_sets(tmp_path: Path, variant: str) -> None:
+    config = CONFIGS[variant]
     (tmp_path / "dump.py").write_text(DUMP)
     (tmp_path / "config.yaml").write_text(COMMON + config)
     for name in ("theirs", "ours"):

@@ -31,6 +31,8 @@ PAGE = DOCUMENTS["scripts"]
 SCRIPTS = Path(__file__).with_name("scripts")
 PACKAGES = {"plain": "torch", "lightning": "lightning", "huggingface": "transformers", "accelerate": "accelerate"}
 """Package that the script of each recipe needs."""
+OF_OTHERS = [name for name in PACKAGES if name != "plain"]
+"""Those whose script is of another framework."""
 SAMPLES = {"huggingface": 16}
 """Samples of a rank in a step, where they are not 64."""
 PASSES = {"accelerate": 2}
@@ -185,6 +187,7 @@ def test_the_rank_that_is_held_up_is_named_soon_and_with_its_cause(held_up: Fram
 # --- the script sees no difference ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", OF_OTHERS, indirect=True, scope="module")
 def test_the_weights_are_equal_bit_for_bit_without_measuring(run: Run, held_up: FrameworkRun) -> None:
     plain = run("--set", "train.instrument=false")
     assert plain.code == 0, plain.stderr
@@ -195,6 +198,12 @@ def test_the_weights_are_equal_bit_for_bit_without_measuring(run: Run, held_up: 
         assert all(torch.equal(measured[key], unmeasured[key]) for key in measured)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["lightning", "accelerate", pytest.param("huggingface", marks=pytest.mark.slow)],
+    indirect=True,
+    scope="module",
+)
 def test_a_failing_script_ends_as_under_python(run: Run, name: str, tmp_path: Path) -> None:
     done = run(FAILS="1:5")
     assert done.code == 1

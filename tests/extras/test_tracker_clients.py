@@ -136,7 +136,7 @@ def test_all_that_a_logger_of_hugging_face_receives_is_mirrored(tmp_path: Path) 
     assert {"loss", "epoch", "grad_norm", "learning_rate"} <= mirrored[0].keys()
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("package", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.slow)])
 def test_all_that_a_logger_of_lightning_receives_is_mirrored(package: str, tmp_path: Path) -> None:
     pytest.importorskip(package.partition(".")[0], reason="needs the packages of an extra")
     received, mirrored = lines(LIGHTNING.format(package=package, logger="Received()"), tmp_path)
