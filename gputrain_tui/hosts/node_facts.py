@@ -28,8 +28,8 @@ from trainer.host.reachability import (
     CONNECT_TIMEOUT_S,
     find_route,
     listen_on_any_port,
+    look_up,
     outward_addresses,
-    resolve,
     unreachable,
 )
 from trainer.host.resource_limits import SHM, free_bytes, read_limits
@@ -171,12 +171,12 @@ def reach(_: CallServer, request: Mapping[str, Any]) -> dict[int, str]:
 def route(_: CallServer, request: Mapping[str, Any]) -> dict[str, Any]:
     """Return this host's address and interface on the route to the first node, and the first node's address.
 
-    Texts are empty if there is no route; ``interfaces`` has the interface of each address of this host, and ``token``
-    is whether the token is visible here.
+    Texts are empty if there is no route; ``named`` is whether the first node's name has an address here,
+    ``interfaces`` has the interface of each address of this host, and ``token`` is whether the token is visible here.
     """
     root, token_path = request["root"], request["token"]
     own = outward_addresses()
-    target = resolve(root["host"]) if root["host"] else None
+    named, target = look_up(root["host"]) if root["host"] else (True, None)
     found = None
     if target is not None and target not in {each.text for each in own}:
         source = source_towards(target)
@@ -188,6 +188,7 @@ def route(_: CallServer, request: Mapping[str, Any]) -> dict[str, Any]:
         "address": source_address.text if source_address is not None else "",
         "interface": source_address.interface if source_address is not None else "",
         "root": found[0] if found is not None else "",
+        "named": named,
         "interfaces": {each.text: each.interface for each in own},
         "token": bool(token_path) and Path(token_path).exists(),
     }

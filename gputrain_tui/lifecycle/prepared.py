@@ -13,7 +13,7 @@ from gputrain_tui.hosts.devices import DeviceUnavailableError
 from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.lifecycle.launchers import launcher
-from gputrain_tui.plan.planner import Plan, plan as make_plan
+from gputrain_tui.plan.planner import Plan, plan as make_plan, with_rendezvous
 from gputrain_tui.preflight import CheckResult, NotReadyError, collect_facts, errors, run_checks
 from gputrain_tui.preflight.result import error, warning
 from gputrain_tui.recipe.model import Recipe
@@ -155,7 +155,7 @@ def check_planned(recipe: Recipe, planned: Planned, *, max_age_s: float = 0.0) -
     results += [warning("other hosts", line) for line in planned.warnings]
     if errors(results):
         raise NotReadyError(results, plan=None if planned.problems else planned.plan)
-    return Prepared(recipe=recipe, plan=with_interfaces(planned.plan, answers), results=tuple(results))
+    return Prepared(recipe=recipe, plan=with_routes(planned.plan, answers), results=tuple(results))
 
 
 def run_preflight(
@@ -186,8 +186,14 @@ def run_preflight(
     return results, answers
 
 
-def with_interfaces(plan: Plan, answers: Sequence[HostAnswer]) -> Plan:
-    """Return the plan with each host's interface towards the others in its environment, unless the user has set one."""
+def with_routes(plan: Plan, answers: Sequence[HostAnswer]) -> Plan:
+    """Return the plan with the routes that its hosts have between them.
+
+    Each host's interface towards the others is in its environment, unless the user has set one, and the ranks meet at
+    the first host's address if a host does not know its name, as with one that only the user's ``~/.ssh/config`` has.
+    """
+    if any(not answer.knows_first for answer in answers):
+        plan = with_rendezvous(plan, host=next((each.first_address for each in answers if each.first_address), ""))
     interfaces = {answer.host: answer.interface for answer in answers if answer.interface}
     if not interfaces:
         return plan

@@ -12,7 +12,7 @@ from gputrain_tui.hosts.inventory import Inventory, take_inventory
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.hosts.survey import query_hosts
-from gputrain_tui.lifecycle.prepared import GLOO_INTERFACE, NCCL_INTERFACE, Planned, run_preflight, with_interfaces
+from gputrain_tui.lifecycle.prepared import GLOO_INTERFACE, NCCL_INTERFACE, Planned, run_preflight, with_routes
 from gputrain_tui.lifecycle.restart import fresh_init_method
 from gputrain_tui.plan.fewer_hosts import describe_fewer, plan_without, recipe_without
 from gputrain_tui.plan.planner import Plan
@@ -122,7 +122,7 @@ class SpareHosts:
             elif without and failed.check not in OF_LAUNCH:
                 raise RequestError(failed.text)
         found = {answer.host for answer in answers if answer.interface} | set(chosen.values())
-        return recipe, with_interfaces(_without_interfaces(plan, recipe, found), answers), refused
+        return recipe, with_routes(_without_interfaces(plan, recipe, found), answers), refused
 
     def _require_checkpoint(self, lost: str, spare: str, local: LocalFacts) -> None:
         """Raise unless the host that gets rank 0 sees the newest checkpoint, or there is none."""

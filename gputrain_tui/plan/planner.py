@@ -192,17 +192,19 @@ def rendezvous_port(plan: Plan) -> int | None:
     return url.port if url is not None and url.scheme == "tcp" else None
 
 
-def with_port(plan: Plan, port: int) -> Plan:
-    """Return a plan whose nodes meet at another port, in their commands and in MASTER_PORT of their environments."""
+def with_rendezvous(plan: Plan, *, host: str = "", port: int = 0) -> Plan:
+    """Return a plan whose nodes meet at another host or port, in their commands or in MASTER_ADDR and MASTER_PORT."""
     url = parse_rendezvous_url(plan.init_method or "")
     if url is None or url.scheme == "file":
         return plan
-    init_method = tcp_url(url.host, port) if url.scheme == "tcp" else "env://"
+    init_method, env = "env://", {"MASTER_ADDR": host} if host else {}
+    if url.scheme == "tcp":
+        init_method, env = tcp_url(host or url.host, port or url.port), {}
+    elif port:
+        env["MASTER_PORT"] = str(port)
     nodes = [
         msgspec.structs.replace(
-            node,
-            argv=with_flag(node.argv, INIT_FLAG, init_method),
-            env={**node.env, "MASTER_PORT": str(port)} if url.scheme == "env" else node.env,
+            node, argv=with_flag(node.argv, INIT_FLAG, init_method), env={**node.env, **env} if env else node.env
         )
         for node in plan.nodes
     ]

@@ -73,6 +73,10 @@ class HostAnswer(msgspec.Struct, kw_only=True):
     """Duration of the request for its clock; the error of ``clock_offset_s`` is at most half of it."""
     lost: bool = False
     """Whether it found no route to the first node."""
+    first_address: str = ""
+    """Address at which it reaches the first node; empty if it found none, and for the first node."""
+    knows_first: bool = True
+    """Whether the name of the first node has an address there."""
     interface: str = ""
     """Network interface of the route to the other hosts; empty if unknown."""
     token: bool | None = None
@@ -96,6 +100,7 @@ class _Route(msgspec.Struct):
     address: str
     interface: str
     root: str
+    named: bool
     interfaces: dict[str, str]
     token: bool
 
@@ -267,6 +272,7 @@ class _Collection:
         answer.clock_offset_s = host_time - (sent_at + received_at) / 2
         answer.round_trip_s = received_at - sent_at
         answer.interface = route.interface
+        answer.first_address, answer.knows_first = route.root, route.named
         answer.lost = node.node != 0 and not route.root and not self._answers[0].problem
         answer.token = route.token if self._token else None
 

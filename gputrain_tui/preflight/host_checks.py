@@ -292,4 +292,7 @@ def _connections(plan: Plan, answers: Sequence[HostAnswer]) -> Iterator[CheckRes
         yield _error(answer, "network", what, fix, dotted(("cluster", "nodes", other.node, "host")))
     all_answered = all(answer.facts is not None for answer in answers)
     if all_answered and len(answers) > 1 and not lost and not pairs:
-        yield ok("network", f"all {len(answers)} hosts reach each other")
+        address = next((answer.first_address for answer in answers if answer.first_address), "")
+        is_known = all(answer.knows_first for answer in answers)
+        about = "" if is_known else f"; not all know the name {plan.nodes[0].host}, so they meet at {address}"
+        yield ok("network", f"all {len(answers)} hosts reach each other{about}")

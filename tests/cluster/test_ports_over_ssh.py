@@ -1,4 +1,4 @@
-"""Ports of the rendezvous over ssh at default settings: runs whose first host is the same, and a port that is taken."""
+"""The rendezvous over ssh at default settings: its port, and hosts whose names only the user's ssh knows."""
 
 from __future__ import annotations
 
@@ -129,3 +129,21 @@ def test_a_port_that_is_always_taken_on_the_first_host_ends_the_run_with_that_re
     output, _ = command.communicate(timeout=LIMIT_S)
     assert command.returncode == 2, output
     assert f"port {taken.read_text().split()[-1]} is in use on this machine" in output.splitlines()[-1]
+
+
+def test_hosts_whose_names_only_ssh_knows_meet_at_an_address(lab: SshLab) -> None:
+    config = lab.folder / "ssh_config"
+    before = config.read_text()
+    aliases = [f"Host box{number}\n  HostName {lab.hosts[number].address}\n" for number in (1, 2)]
+    config.write_text("".join(aliases) + before)
+    write(lab, max_updates=3)
+    path = lab.folder / "recipe.toml"
+    path.write_text(path.read_text().replace('"h1"', '"box1"').replace('"h2"', '"box2"'))
+    done = start(lab, "run", "recipe.toml")
+    output, _ = done.communicate(timeout=LIMIT_S)
+    config.write_text(before)
+    assert done.returncode == 0, output
+    (record,) = records(lab)
+    plan = json.loads((record / "plan.json").read_text())
+    assert [node["host"] for node in plan["nodes"]] == ["box1", "box2"]
+    assert plan["init_method"].startswith(f"tcp://{lab.hosts[1].address}:")

@@ -19,7 +19,7 @@ from gputrain_tui.hosts.host_channel import HostChannel, HostError
 from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.hosts.inventory import Gpu, Inventory
 from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile
-from gputrain_tui.lifecycle.prepared import with_interfaces
+from gputrain_tui.lifecycle.prepared import with_routes
 from gputrain_tui.plan.planner import plan
 from gputrain_tui.preflight import CheckResult
 from gputrain_tui.preflight.collect_hosts import HostAnswer, HostFacts, collect_hosts
@@ -319,7 +319,7 @@ def test_the_interface_towards_the_other_hosts_is_set_unless_the_user_sets_one(m
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     own = recipe(GPUS[0], GPUS[1] + '\nenv = { NCCL_SOCKET_IFNAME = "ib0" }')
-    found = with_interfaces(
+    found = with_routes(
         plan(own, {}, local=LocalFacts()), [host_answer(0, interface="eth0"), host_answer(1, interface="ens3")]
     )
     assert [(node.env["GLOO_SOCKET_IFNAME"], node.env["NCCL_SOCKET_IFNAME"]) for node in found.nodes] == [
@@ -327,8 +327,27 @@ def test_the_interface_towards_the_other_hosts_is_set_unless_the_user_sets_one(m
         ("ens3", "ib0"),
     ]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9")
-    found = with_interfaces(plan(recipe(), {}, local=LocalFacts()), [host_answer(0, interface="eth0")])
+    found = with_routes(plan(recipe(), {}, local=LocalFacts()), [host_answer(0, interface="eth0")])
     assert [node.env for node in found.nodes] == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "init_method", "master"),
+    [("", "tcp://10.0.0.1:29600", None), ('init_method = "env://"', "env://", "10.0.0.1")],
+)
+def test_the_ranks_meet_at_the_first_hosts_address_where_not_all_know_its_name(
+    cluster: str, init_method: str, master: str | None
+) -> None:
+    wanted = recipe(*GPUS, cluster=cluster)
+    before = plan(wanted, {}, local=LocalFacts())
+    at_first, other = host_answer(0), host_answer(1, first_address="10.0.0.1")
+    assert with_routes(before, [at_first, other]) == before
+    nameless = [at_first, host_answer(1, first_address="10.0.0.1", knows_first=False)]
+    found = with_routes(before, nameless)
+    assert (found.init_method, {node.argv[5] for node in found.nodes}) == (init_method, {init_method})
+    assert {node.env.get("MASTER_ADDR") for node in found.nodes} == {master}
+    (network,) = [result for result in check_results(*nameless, wanted=wanted) if result.check == "network"]
+    assert network.what == "all 2 hosts reach each other; not all know the name h1, so they meet at 10.0.0.1"
 
 
 @pytest.mark.parametrize(("task", "file"), [("own.tasks:Own", "own/tasks.py"), ("folder/own.py:Own", "folder/own.py")])

@@ -25,7 +25,7 @@ from gputrain_tui.plan.planner import (
     rendezvous_port,
     shell_commands,
     task_flags,
-    with_port,
+    with_rendezvous,
     with_run_dir,
 )
 from gputrain_tui.recipe.build import build, load
@@ -272,7 +272,7 @@ def test_the_port_that_the_launch_finds_is_in_the_command_and_the_environment_of
     cluster: str, init_method: str
 ) -> None:
     before = plan_for(*remote_nodes(1, 1), cluster=cluster)
-    found = with_port(before, 23456)
+    found = with_rendezvous(before, port=23456)
     assert (found.init_method, {node.argv[5] for node in found.nodes}) == (init_method, {init_method})
     environments = [node.env.get("MASTER_PORT") for node in found.nodes]
     assert environments == ["23456" if init_method == "env://" else None] * 2
@@ -283,7 +283,7 @@ def test_the_port_that_the_launch_finds_is_in_the_command_and_the_environment_of
 def test_the_arguments_of_a_script_keep_a_word_that_names_the_port() -> None:
     url = f"tcp://127.0.0.1:{HERE.free_port}"
     text = SCRIPT.replace('"--lr"', f'"--distributed-init-method", "{url}"')
-    (node,) = with_port(plan(build(text, name="r.toml"), {}, local=HERE), 23456).nodes
+    (node,) = with_rendezvous(plan(build(text, name="r.toml"), {}, local=HERE), port=23456).nodes
     assert node.argv.count("tcp://127.0.0.1:23456") == node.argv.count(url) == 1
     assert node.argv.index(url) > node.argv.index("--")
 

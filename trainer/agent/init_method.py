@@ -44,7 +44,8 @@ def _check_tcp(decision: Decision, url: str, method: RendezvousUrl) -> str:
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise RequestError(f"{url}: the host {host!r} cannot be resolved here ({error.strerror})") from None
+        why = f"the host {host!r} cannot be resolved here ({error.strerror})"
+        raise RequestError(f"{url}: {why}; name an address of the first node that all others reach") from None
     error_number = bind_error(port) if decision.first_rank == 0 else 0
     if error_number == errno.EACCES:
         raise RequestError(f"port {port} needs root: choose one above 1023")

@@ -51,12 +51,18 @@ def outward_addresses() -> list[InterfaceAddress]:
     return sorted(addresses, key=lambda each: (each.text != outward, ":" in each.text, each.interface))
 
 
+def look_up(host: str) -> tuple[bool, str | None]:
+    """Return whether a host name has an address here, and that address; None if it has none or one of the loopback."""
+    try:
+        address = plain(str(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][4][0]))
+    except OSError:
+        return False, None
+    return True, None if is_loopback(address) else address
+
+
 def resolve(host: str) -> str | None:
     """Return the address of a host name; None if it is a loopback address or the name cannot be resolved."""
-    with contextlib.suppress(OSError):
-        address = plain(str(socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][4][0]))
-        return None if is_loopback(address) else address
-    return None
+    return look_up(host)[1]
 
 
 def find_route(

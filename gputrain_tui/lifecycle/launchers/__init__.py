@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from gputrain_tui.history.plan_file import read_job
-from gputrain_tui.plan.planner import with_port
+from gputrain_tui.plan.planner import with_rendezvous
 from trainer.contract.record import write_atomically
 from trainer.host.ports import free_port
 
@@ -113,7 +113,7 @@ class Launcher(ABC):
 
     def with_free_port(self, plan: Plan) -> Plan:
         """Return a plan with a port that is free on the first node's host, unless its port is fixed."""
-        return with_port(plan, self.free_port(plan)) if plan.finds_port else plan
+        return with_rendezvous(plan, port=self.free_port(plan)) if plan.finds_port else plan
 
     def free_port(self, plan: Plan) -> int:
         """Return a port for the rendezvous: one that is free on this machine."""

@@ -20,7 +20,7 @@ from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.hosts.host_agent import node_command
 from gputrain_tui.hosts.host_names import address_of, is_pending
 from gputrain_tui.lifecycle.launchers.local_launcher import ChildProcess, LocalLauncher, LocalProcess, node_environment
-from gputrain_tui.plan.planner import Plan, PlannedNode, with_port
+from gputrain_tui.plan.planner import Plan, PlannedNode, with_rendezvous
 from gputrain_tui.preflight.result import CheckResult, ok, warning
 from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.home_folder import expand_home
@@ -81,7 +81,9 @@ def place_on_allocation(plan: Plan, environ: Mapping[str, str] = os.environ, *, 
         nodes.append(msgspec.structs.replace(node, host=hosts.get(node.host, node.host), argv=arguments, env=env))
     placed = msgspec.structs.replace(plan, init_method=after, nodes=nodes)
     job = environ.get("SLURM_JOB_ID", "")
-    return with_port(placed, FIRST_PORT + int(job) % PORTS) if plan.finds_port and job.isdecimal() else placed
+    return (
+        with_rendezvous(placed, port=FIRST_PORT + int(job) % PORTS) if plan.finds_port and job.isdecimal() else placed
+    )
 
 
 class StepProcess(ChildProcess):
