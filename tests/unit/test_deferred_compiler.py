@@ -42,9 +42,19 @@ ASKED = {
 compiled = torch.compile(module, backend="eager")
 assert torch.equal(compiled(torch.ones(2, 3)), module(torch.ones(2, 3)))
 """,
-    "a module of it": """
-import torch._dynamo.config
-assert torch._dynamo.config.optimize_ddp is True
+    "a module of it, which is loaded once": """
+import torch._dynamo.utils as utils
+assert utils is torch._dynamo.utils is torch._dynamo.eval_frame.utils and utils.__spec__.origin == utils.__file__
+""",
+    "its settings as a module, to change one": """
+import torch._dynamo.config as settings
+assert settings.optimize_ddp is True
+settings.suppress_errors = True
+assert torch._dynamo.config is torch._dynamo.utils.config is settings and torch._dynamo.config.suppress_errors is True
+""",
+    "a module that it does not load itself": """
+from torch._dynamo.backends import cudagraphs
+assert sys.modules["torch._dynamo.backends.cudagraphs"] is cudagraphs and cudagraphs.__spec__.origin
 """,
     "a name of it": """
 from torch._dynamo import config, utils

@@ -9,10 +9,12 @@ measured, once the script has imported torch.
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import importlib.util
 import sys
 import threading
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -26,7 +28,8 @@ KEPT = "__dynamo_disable"
 def defer_compiler() -> None:
     """Have ``import torch._dynamo`` give the stand-in, unless the compiler has been imported already."""
     if COMPILER not in sys.modules:
-        sys.modules[COMPILER] = vars(torch)["_dynamo"] = _Compiler()
+        compiler = sys.modules[COMPILER] = vars(torch)["_dynamo"] = _Compiler()
+        sys.meta_path.insert(0, _Finder(compiler))
 
 
 class _Compiler(ModuleType):
@@ -38,9 +41,11 @@ class _Compiler(ModuleType):
     def __init__(self) -> None:
         super().__init__(COMPILER)
         utils = _Part(self, "utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
+        spec = importlib.util.find_spec(COMPILER)
+        assert spec is not None
         vars(self).update(
-            # A module without it is an error for ``importlib.util.find_spec``.
-            __spec__=importlib.util.find_spec(COMPILER),
+            __spec__=spec,  # a module without it is an error for ``importlib.util.find_spec``
+            __path__=spec.submodule_search_locations,
             _lock=threading.Lock(),
             _left_alone=[],
             # Asked by DDP's constructor; what it answers is the compiler's default.
@@ -74,14 +79,45 @@ class _Compiler(ModuleType):
         return importlib.import_module(COMPILER)
 
     def __getattr__(self, name: str) -> Any:
-        # The import system asks for the path before it imports a module of the package; of other such names, those
-        # who look through all modules ask.
-        if name.startswith("__") and name != "__path__":
+        if name.startswith("__"):  # asked by those who look through all modules
             raise AttributeError(name)
         return getattr(self.imported(), name)
 
     def __setattr__(self, name: str, value: object) -> None:
         setattr(self.imported(), name, value)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finder that imports the compiler before a module of it: that would be loaded twice, once by the compiler."""
+
+    def __init__(self, compiler: _Compiler) -> None:
+        self._compiler = compiler
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        if not name.startswith(f"{COMPILER}.") or sys.modules.get(COMPILER) is not self._compiler:
+            return None
+        self._compiler.imported()
+        module = sys.modules.get(name)
+        if module is None:
+            return None
+        # The import system prefers the spec of a module that has appeared meanwhile. The compiler's settings refuse to
+        # be given an attribute.
+        spec = vars(module)["__spec__"] = ModuleSpec(name, _Loaded(module))
+        return spec
+
+
+class _Loaded(importlib.abc.Loader):
+    """Loader of a module that is there already, and gets the spec again that it has had."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._spec = module.__spec__
+
+    def create_module(self, _: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__spec__"] = self._spec
 
 
 class _Part:
