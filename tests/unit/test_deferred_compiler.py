@@ -98,6 +98,17 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 assert len(got) == 8 and all(each is sys.modules["torch._dynamo.eval_frame"] for each in got)
 """,
+    "a call after the import of a module of it": """
+import sys
+import torch
+from trainer.agent.deferred_compiler import defer_compiler
+from trainer.telemetry.instrument.started_process import after_import
+defer_compiler()
+called = []
+after_import("torch._dynamo.eval_frame", lambda: called.append(sys.modules["torch._dynamo.eval_frame"]))
+import torch._dynamo.eval_frame as eval_frame
+assert called == [eval_frame] and eval_frame is torch._dynamo.eval_frame
+""",
     "a compiler that is there already stays": """
 import sys
 import torch._dynamo
