@@ -13,7 +13,7 @@ import msgspec
 from gputrain_tui import paths
 from gputrain_tui.commands.shared_flags import add_recipe
 from gputrain_tui.history.run_folders import create_by_hand
-from gputrain_tui.hosts.host_names import LocalFacts, is_pending
+from gputrain_tui.hosts.host_names import LocalFacts, is_address, is_pending
 from gputrain_tui.lifecycle.prepared import endless_reason, plan_with_inventories
 from gputrain_tui.lifecycle.recipe_to_run import recipe_text
 from gputrain_tui.output import print_json, print_message
@@ -30,6 +30,7 @@ from trainer.contract.balanced_shares import equal_shares
 from trainer.contract.errors import ExitCode
 from trainer.contract.learned_speeds import LearnedSpeeds
 from trainer.contract.record import RunDir
+from trainer.contract.rendezvous_url import parse_rendezvous_url
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -59,6 +60,12 @@ def run(args: Namespace) -> int:
         notes.append(
             f"these commands meet at port {rendezvous_port(plan)}; if it is in use there, set cluster.port "
             "to another one (`gputrain run` finds a free one by itself)"
+        )
+    url = parse_rendezvous_url(plan.init_method or "")
+    if plan.launcher == "ssh" and url is not None and url.scheme == "tcp" and not is_address(url.host):
+        notes.append(
+            f"all hosts must know the name {url.host}; if only your ~/.ssh/config does, set cluster.init_method to "
+            f'"tcp://ADDRESS:{url.port}" (`gputrain run` finds the address by itself)'
         )
     for note in notes:
         print_message(note)

@@ -23,6 +23,8 @@ class Cause:
     """End of the sentence about the lateness."""
     evidence: Mapping[str, float] = field(default_factory=dict)
     """From the machine's samples, by name and unit."""
+    has_parts: bool = False
+    """Whether ``because`` ends with the excess of phases, which the reader adds up."""
 
 
 def cause_of(
@@ -62,7 +64,7 @@ def cause_of(
         return _own_code(state, rank)
     if len(longer := [name for name in PHASES if phases[name] >= 0.1 * late_ms]) > 1:
         known = ", ".join(f"{name} +{phases[name]:.1f} ms" for name in longer)
-        return Cause(name="unattributed", because=f"for no single reason: {known}")
+        return Cause(name="unattributed", because=f"for no single reason: {known}", has_parts=True)
     return Cause(name="unattributed", because="for a reason outside the measured phases of the step")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from bisect import bisect_left
 from collections.abc import Sequence, Set
@@ -123,6 +124,10 @@ def _own_work_symptom(
     agreed_ms = median([row.own_excess[index] for row in agreeing])  # over the same steps as ``phases``
     phases = {phase: median([row.excess(phase, index) for row in agreeing]) for phase in (*PHASES, "gc")}
     cause = cause_of(state, rank, agreed_ms, phases, agreeing, ranks)
+    if cause.has_parts and agreed_ms - late_ms > limit.NEGLIGIBLE_SHARE * late_ms:
+        # As the sum of the parts a reader expects the median over all steps.
+        because = f"{cause.because} in the steps that take {agreed_ms:.1f} ms longer"
+        cause = dataclasses.replace(cause, because=because)
     if (noise > gate or uneven) and cause.name in PHASES:
         # A phase may stand out from its own noise although the sum of all phases does not.
         alone = [row.excess(cause.name, index) for row in rows]

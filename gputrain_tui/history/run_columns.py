@@ -10,8 +10,11 @@ from gputrain_tui.row_filter import FilterColumn, RowFilter, Value
 from gputrain_tui.state.finding_text import restarts_text
 from gputrain_tui.tables import number
 from trainer.contract.errors import RequestError, nearest
+from trainer.host.stop_request import STOP_REASONS
 
 Entry = Mapping[str, Any]
+BY_A_PERSON = (*STOP_REASONS.values(), "stopped by SIGINT")
+"""Beginnings of the message of a run that a person has stopped."""
 
 
 def _column(key: str, name: str, *, is_number: bool = True) -> FilterColumn[Entry]:
@@ -23,8 +26,12 @@ def _column(key: str, name: str, *, is_number: bool = True) -> FilterColumn[Entr
 
 
 def cause(entry: Entry) -> str:
-    """Return after how many restarts, and why a run failed or is lost, or else what stands of it, in one line."""
-    why = ((entry["message"] or "") if entry["state"] in ("failed", "lost") else "") or entry["finding"] or ""
+    """Return after how many restarts, and why a run ended that nobody has stopped, or else what stands of it."""
+    message = entry["message"] or ""
+    is_told = entry["state"] in ("failed", "lost") or (
+        entry["state"] == "stopped" and not message.startswith(BY_A_PERSON)
+    )
+    why = (message if is_told else "") or entry["finding"] or ""
     return ": ".join(filter(None, [restarts_text(entry["restarts"] or 0).lstrip(), why]))
 
 

@@ -73,6 +73,12 @@ def _push(recipe: Recipe) -> str:
     return f"gputrain push {shlex.quote(recipe.origin.name)}"
 
 
+def _correct_or_push(recipe: Recipe, key: str) -> str:
+    """Return the fix of a folder or an interpreter: of one that the recipe names, the name may be wrong."""
+    named = key.rpartition(".")[2] in ("python", "workdir")
+    return f"correct {key}, or {_push(recipe)}" if named else _push(recipe)
+
+
 def _error(answer: HostAnswer, check: str, what: str, fix: str, key: str = "") -> CheckResult:
     return error(check, what, fix, key=key, host="" if answer.is_local else answer.host)
 
@@ -90,11 +96,15 @@ def _environment(recipe: Recipe, answer: HostAnswer, facts: HostFacts) -> Iterat
     if facts.environment is None:
         name = facts.problem_key if facts.problem_key in ("workdir", "setup", "python") else "python"
         key = _key(recipe, answer.node, name)
-        fix = f"fix {key}" if name == "setup" else _push(recipe)
+        fix = f"fix {key}" if name == "setup" else _correct_or_push(recipe, key)
         yield _error(answer, name, facts.problem, fix, key)
         return
-    environment, push = facts.environment, _push(recipe)
-    executable, python = environment.executable, _key(recipe, answer.node, "python")
+    environment, executable, python = (
+        facts.environment,
+        facts.environment.executable,
+        _key(recipe, answer.node, "python"),
+    )
+    push = _correct_or_push(recipe, python)
     if not environment.code:
         yield _error(answer, "python", f"{executable} (Python {environment.python}) has no gputrain", push, python)
     elif not environment.torch.version and recipe.script is None:
@@ -102,8 +112,10 @@ def _environment(recipe: Recipe, answer: HostAnswer, facts: HostFacts) -> Iterat
     if environment.code and environment.missing:
         yield _error(answer, "python", f"{executable} cannot import {environment.missing}", push, python)
     if environment.data_problem and not answer.is_local:
-        fix = f"copy the data to {answer.host} ({push} leaves it out)"
-        yield _error(answer, "data", environment.data_problem, fix, "task")
+        problem = environment.data_problem
+        option = next((f".{name}" for name, value in recipe.task_options.items() if str(value) in problem), "")
+        fix = f"copy the data to {answer.host} ({_push(recipe)} leaves it out)"
+        yield _error(answer, "data", problem, fix, f"task{option}")
     if environment.own_file and not environment.own_code:
         name = "script" if recipe.script is not None else "task"
         yield _error(answer, name, f"{environment.own_file} is missing", push, f"train.{name}")

@@ -35,7 +35,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     def text(self) -> str:
         """Machine, observation and fix in one line."""
         finding = f"{self.host}: {self.what}" if self.host else self.what
-        return f"{finding}; {self.fix}" if self.fix else finding
+        return f"{finding}{' or' if finding.endswith('?') else ';'} {self.fix}" if self.fix else finding
 
     @property
     def line(self) -> str:

@@ -318,7 +318,10 @@ def test_whatever_is_wrong_on_a_host_is_one_line_with_its_fix_and_exit_code_3(la
             *(["its clock is "] if FAKE_TIME else []),
             f"the disk of {lab.disk}/small is full: ",
         ],
-        "h4": [f"there is no folder {nowhere}\x1b]0;owned\x07 → {push} (cluster.nodes[3].workdir)"],
+        "h4": [
+            f"there is no folder {nowhere}\x1b]0;owned\x07 → correct cluster.nodes[3].workdir, or {push} "
+            "(cluster.nodes[3].workdir)"
+        ],
         "h5": [f"setup ended with exit code 3: Lmod: no module cuda/99 → fix {setup} ({setup})"],
         "h6": [f"{os.path.realpath(sys.executable)} (Python "],
         "h7": [
@@ -334,7 +337,7 @@ def test_whatever_is_wrong_on_a_host_is_one_line_with_its_fix_and_exit_code_3(la
         for line in lines:
             assert any(each.startswith(line) for each in reported[host]), (line, reported[host])
     assert set(reported) == set(expected)
-    assert "has no gputrain → gputrain push" in reported["h6"][0]
+    assert "has no gputrain → correct cluster.nodes[5].python, or gputrain push" in reported["h6"][0]
     assert not (lab.folder / "pwned").exists()
     assert (ran, stdout) == (3, "")
     assert "gputrain: r.toml:" in stderr

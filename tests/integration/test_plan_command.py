@@ -123,6 +123,10 @@ def test_commands_for_several_machines_have_one_fixed_port_and_a_note_says_so(pl
     assert "these commands meet at port 29600; if it is in use there, set cluster.port to another one" in ended.stderr
     fixed = plan(*words, "--set", "cluster.port=29700")
     assert (fixed.stdout.count("tcp://10.0.123.1:29700 "), fixed.stderr) == (2, "")
+    named = plan(*(word.replace("10.0.123.1", "box1") for word in words), "--set", "cluster.port=29700")
+    (note,) = named.stderr.splitlines()
+    assert "all hosts must know the name box1; if only your ~/.ssh/config does, set cluster.init_method" in note
+    assert '"tcp://ADDRESS:29700"' in note
 
 
 def test_the_command_reads_standard_input_and_settings(plan: Command) -> None:

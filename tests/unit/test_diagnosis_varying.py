@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -68,6 +69,22 @@ def test_a_rank_that_becomes_late_by_varying_amounts_is_named_until_it_is_even(s
     assert found[0].step is not None
     assert found[0].step <= 60 + 30
     assert summaries(run.steps(80)) == [("straggler", "cleared", 1, "data")]
+
+
+def test_parts_of_a_varying_lateness_are_told_with_that_of_their_steps() -> None:
+    dice = random.Random(1)
+
+    def slow(step: int, rank: int) -> Mapping[str, float]:
+        half_ms = dice.uniform(0.0, 200.0) if rank == 1 else 0.0
+        return {"forward": half_ms, "backward": half_ms}
+
+    run = SimulatedRun(2)
+    run.steps(60)
+    found, *_ = run.steps(250, slow)
+    parts = re.search(r"reason: forward \+(.*) ms, backward \+(.*) ms in the steps that take (.*) ms", found.message)
+    assert parts is not None, found.message
+    forward, backward, late_ms = map(float, parts.groups())
+    assert forward + backward == pytest.approx(late_ms, rel=0.1)
 
 
 def test_a_rank_late_by_varying_amounts_is_named_on_a_busy_machine() -> None:

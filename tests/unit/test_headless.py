@@ -247,6 +247,22 @@ def test_the_list_of_runs_names_the_restarts(tmp_path: Path) -> None:
     assert cause(summarize(run, now=0.0)) == "after 2 restarts: rank 1 hangs"
 
 
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("lost contact with the command that started it at step 6, saved /c/step_6.pt", True),
+        ("stopped by SIGTERM at step 6, saved /c/step_6.pt", True),
+        ("stopped by SIGINT at step 6, saved /c/step_6.pt", False),
+        ("stopped by `gputrain stop` at step 6, saved /c/step_6.pt", False),
+    ],
+)
+def test_the_list_of_runs_says_what_stopped_a_run_if_it_was_no_person(
+    tmp_path: Path, message: str, shown: bool
+) -> None:
+    run = make_run(tmp_path, status="stopped", message=message)
+    assert cause(summarize(run, now=0.0)) == (message if shown else "")
+
+
 def test_figures_of_an_incomplete_record_are_called_those_of_the_recorded_part() -> None:
     state = trained()
     message = "the end of the record is missing: No space left on device"

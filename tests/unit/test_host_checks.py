@@ -97,7 +97,7 @@ OWN = {"own_file": "/w/own.py", "own_code": "0a"}
             "error",
             "cluster.nodes[1].workdir",
             "there is no folder /w",
-            "gputrain push 'two hosts.toml'",
+            "correct cluster.nodes[1].workdir, or gputrain push 'two hosts.toml'",
         ),
         (
             {"facts": {"environment": None, "problem": "setup ended with exit code 1: no m", "problem_key": "setup"}},
@@ -208,7 +208,7 @@ OWN = {"own_file": "/w/own.py", "own_code": "0a"}
             {"environment": {"data_problem": "books.txt does not exist"}},
             {},
             "error",
-            "task",
+            "task.data",
             "books.txt does not exist",
             "copy the data to h2",
         ),

@@ -18,8 +18,9 @@ from gputrain_tui.headless.progress import paint
 from gputrain_tui.headless.report_text import report_lines
 from gputrain_tui.history.hardware_series import HardwareSeries
 from gputrain_tui.history.metric_curves import MetricCurves
-from gputrain_tui.history.run_folders import Run
+from gputrain_tui.history.run_folders import Run, find
 from gputrain_tui.history.series import Series
+from gputrain_tui.history.status_file import write_status
 from gputrain_tui.report.load_report import previous_run, read_run_record, recipe_changes, run_facts
 from gputrain_tui.report.run_charts import run_charts
 from gputrain_tui.report.run_report import RunReport, past_findings, run_report, verdict
@@ -125,6 +126,14 @@ def test_messages_are_wrapped_and_a_list_of_the_newest_findings_says_so(tmp_path
     assert "  … and earlier ones, which only the record has" in lines
     assert max(map(len, lines)) <= 100
     assert sum(line.startswith("      word") for line in lines) == 9
+
+
+def test_the_report_of_a_stopped_run_says_what_stopped_it(tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path, steps=20, status="stopped")
+    message = "lost contact with the command that started it at step 20, saved step_20.pt"
+    write_status(run.dir, msgspec.structs.replace(run.status, message=message))
+    _, lines = told(find(run.id, run.dir.path.parent))
+    assert lines[1] == message
 
 
 def test_a_finding_of_a_rank_that_the_run_no_longer_has_does_not_stand() -> None:

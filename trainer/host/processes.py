@@ -239,12 +239,14 @@ class ProcessUsage:
 
 
 def read_usage(pid: int, *, proc: Path = PROC) -> ProcessUsage | None:
-    """Return the resource usage of a process; None if there is none with that pid."""
+    """Return the resource usage of a process; None if there is none with that pid, or it has no memory any more."""
     folder = proc / str(pid)
     stat = parse_stat(read_bytes(folder / "stat"))
     if stat is None:
         return None
     pages = read_bytes(folder / "statm").split()
+    if len(pages) > 1 and pages[1] == b"0":
+        return None  # it exits
     return ProcessUsage(
         ticks=stat.cpu_ticks,
         rss_bytes=int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if len(pages) > 1 else None,

@@ -129,10 +129,15 @@ class RunList(Listing[Entry]):
         """List runs, with the number of older ones that are not read yet; the cursor stays on its run."""
         self.listed = entries
         self.unread = unread
-        self.update_entries()
+        self._update_entries()
 
     def update_entries(self) -> None:
-        """Filter and sort the runs, and redraw; a cursor on the first run stays there."""
+        """Filter and sort the runs anew, and redraw; a cursor on the first run stays there."""
+        if not self.cursor:
+            self.lines = ()
+        self._update_entries()
+
+    def _update_entries(self) -> None:
         listed = self.listed or ()
         kept = [entry for entry in listed if self.filter.keeps(entry)]
         if self.sort_key != NEWEST_FIRST or self.reverse:
@@ -141,8 +146,6 @@ class RunList(Listing[Entry]):
         self._going = sum(entry["state"] in ("queued", "starting", "running", "stopping") for entry in kept)
         known = {entry["id"] for entry in listed}
         self.marked = tuple(run for run in self.marked if run in known)
-        if not self.cursor:
-            self.lines = ()
         self.show_lines(kept)
 
     @property
