@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -151,8 +152,16 @@ def check_planned(recipe: Recipe, planned: Planned, *, max_age_s: float = 0.0) -
     """
     if problem := endless_reason(recipe):
         raise RequestError(problem)
-    results, answers = run_preflight(recipe, planned, max_age_s=max_age_s)
-    results += [warning("other hosts", line) for line in planned.warnings]
+    # While a form is edited, its hosts are not asked after every key.
+    spare = recipe.cluster.spare if planned.plan.launcher == "ssh" and not max_age_s else ()
+    with ThreadPoolExecutor(1, thread_name_prefix="spare") as pool:
+        asked = pool.submit(_query, spare, None) if spare else None
+        results, answers = run_preflight(recipe, planned, max_age_s=max_age_s)
+        results += [warning("other hosts", line) for line in planned.warnings]
+        for report in asked.result().values() if asked is not None else ():
+            if report.problem:
+                fix = "it cannot replace a lost host before it answers"
+                results.append(warning("spare", report.problem, fix, key="cluster.spare", host=report.host))
     if errors(results):
         raise NotReadyError(results, plan=None if planned.problems else planned.plan)
     return Prepared(recipe=recipe, plan=with_routes(planned.plan, answers), results=tuple(results))

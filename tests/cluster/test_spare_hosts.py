@@ -62,6 +62,15 @@ def check(cluster: SshCluster, hosts: Sequence[str], *, before: int = 0) -> None
     check_epoch(cluster.record, hosts, INTERFACES, samples=SAMPLES, save_every=50, before=before)
 
 
+def test_a_spare_host_that_does_not_answer_is_a_warning(cluster: SshCluster) -> None:
+    cluster.write('spare = ["h3", "nowhere"]', max_updates=2)
+    for word in ("check", "run"):
+        command = cluster.start(word, "recipe.toml")
+        output, _ = command.communicate(timeout=LIMIT_S)
+        assert command.returncode == 0, output
+        assert len([line for line in output.splitlines() if "nowhere: no such host" in line]) == 1, output
+
+
 def test_a_spare_host_takes_the_place_of_one_that_is_lost_for_good(cluster: SshCluster) -> None:
     code, output = lose(cluster, [cluster.h2], SPARE)
     assert code == 0, output
