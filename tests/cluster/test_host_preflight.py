@@ -137,10 +137,10 @@ def mounted(host: NamespaceHost, *words: str | Path) -> Iterator[None]:
 
 
 def test_a_shortage_or_difference_of_a_host_is_one_line_with_its_fix(lab: SshLab) -> None:
-    (made := lab.folder / "made").mkdir()
+    (made := lab.folder / "made").mkdir(exist_ok=True)
     (made / "meminfo").write_text("MemTotal: 4194304 kB\nMemAvailable: 51200 kB\nSwapTotal: 0 kB\n")
     for name, limit in (("group", 64 << 20), ("small_group", 10 << 20)):
-        (made / name).mkdir()
+        (made / name).mkdir(exist_ok=True)
         (made / name / "memory.max").write_text(f"{limit}\n")
         (made / name / "memory.current").write_text(f"{4 << 20}\n")
     (made / "sitecustomize.py").write_text("import sys\nsys.version = sys.version.replace('3.', '3.99.', 1)\n")
@@ -167,6 +167,7 @@ def test_a_shortage_or_difference_of_a_host_is_one_line_with_its_fix(lab: SshLab
         code, found = check(lab, list(INTERFACES)[:9], *settings)
         _, raised = check(lab, ["h1", "h5"], *settings[:3], "cluster.nodes[1].setup='ulimit -n 4096'")
     assert (code, raised) == (3, {})
+    correct = "correct cluster.nodes[7].python, or gputrain push r.toml (cluster.nodes[7].python)"
     assert in_lines(found) == {
         "h2": [
             "1 CPU rank needs 90 MiB or more, but 50 MiB of 4 GiB are available → "
@@ -189,8 +190,8 @@ def test_a_shortage_or_difference_of_a_host_is_one_line_with_its_fix(lab: SshLab
             "data differs: 18.6 KiB in 1 file on h1, 16.7 KiB in 1 file on h7 → copy the data of h1 to h7 (task.data)"
         ],
         "h8": [
-            f"{base} has no torch → gputrain push r.toml (cluster.nodes[7].python)",
-            f"{base} cannot import msgspec → gputrain push r.toml (cluster.nodes[7].python)",
+            f"{base} has no torch → {correct}",
+            f"{base} cannot import msgspec → {correct}",
         ],
         "h9": [
             "1 rank was asked for on this node, which can hold at most 0: 0.0 GiB of memory, "

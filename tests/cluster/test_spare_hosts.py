@@ -63,7 +63,8 @@ def check(cluster: SshCluster, hosts: Sequence[str], *, before: int = 0) -> None
 
 
 def test_a_spare_host_that_does_not_answer_is_a_warning(cluster: SshCluster) -> None:
-    cluster.write('spare = ["h3", "nowhere"]', max_updates=2)
+    cluster.names, cluster.ranks = ("h1", "h2"), (1, 1)
+    cluster.write('spare = ["h3", "nowhere"]', "max_restarts = 1", max_updates=2)
     for word in ("check", "run"):
         command = cluster.start(word, "recipe.toml")
         output, _ = command.communicate(timeout=LIMIT_S)
