@@ -99,12 +99,8 @@ def _environment(recipe: Recipe, answer: HostAnswer, facts: HostFacts) -> Iterat
         fix = f"fix {key}" if name == "setup" else _correct_or_push(recipe, key)
         yield _error(answer, name, facts.problem, fix, key)
         return
-    environment, executable, python = (
-        facts.environment,
-        facts.environment.executable,
-        _key(recipe, answer.node, "python"),
-    )
-    push = _correct_or_push(recipe, python)
+    environment, python = facts.environment, _key(recipe, answer.node, "python")
+    executable, push = environment.executable, _correct_or_push(recipe, python)
     if not environment.code:
         yield _error(answer, "python", f"{executable} (Python {environment.python}) has no gputrain", push, python)
     elif not environment.torch.version and recipe.script is None:

@@ -81,9 +81,9 @@ def place_on_allocation(plan: Plan, environ: Mapping[str, str] = os.environ, *, 
         nodes.append(msgspec.structs.replace(node, host=hosts.get(node.host, node.host), argv=arguments, env=env))
     placed = msgspec.structs.replace(plan, init_method=after, nodes=nodes)
     job = environ.get("SLURM_JOB_ID", "")
-    return (
-        with_rendezvous(placed, port=FIRST_PORT + int(job) % PORTS) if plan.finds_port and job.isdecimal() else placed
-    )
+    if not (plan.finds_port and job.isdecimal()):
+        return placed
+    return with_rendezvous(placed, port=FIRST_PORT + int(job) % PORTS)
 
 
 class StepProcess(ChildProcess):
