@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import time
 from pathlib import Path
 
 import torch._dynamo  # DDP imports it, and FSDP the other one, after the limit is set
@@ -47,6 +48,7 @@ class LimitedLm(LanguageModel):
         if self.options.own_group:
             rank = torch.distributed.get_rank()
             Path(f"{self.options.own_group}{rank}", "cgroup.procs").write_text(str(os.getpid()))
+            time.sleep(2.0)  # the node agent looks at its ranks' groups once a second, and tells nobody
         if self.options.limit_mib:
             count_threads_little()
             status = Path("/proc/self/status").read_text()
