@@ -28,7 +28,7 @@ from trainer.contract.errors import (
     require_utf8,
 )
 from trainer.contract.options import Distributed, Script, Training, TrainingSpec
-from trainer.contract.schema import Option, check, describe, read_flags
+from trainer.contract.schema import Option, check, describe, read_flags, unknown_option
 
 S = TypeVar("S")
 
@@ -200,8 +200,7 @@ def _unknown(word: str, task: str, task_options: Sequence[Option]) -> RequestErr
         return RequestError(f"unexpected argument {quoted(word)}")
     options = [*describe(Distributed), *describe(Training), *task_options]
     flags = [flag for option in options for flag in (option.flag, *option.aliases)]
-    flag = word.partition("=")[0]
-    return RequestError(f"{flag} is not an option of the trainer or of task {task}{nearest(flag, flags)}")
+    return unknown_option(word, task, flags)
 
 
 def _help(arguments: Sequence[str]) -> int:

@@ -24,13 +24,12 @@ from trainer.contract.errors import (
     ExitCode,
     MachineNotReadyError,
     RequestError,
-    nearest,
     print_message,
     quoted,
 )
 from trainer.contract.options import Training
 from trainer.contract.record.checkpoints import is_dcp_folder
-from trainer.contract.schema import check, describe, read_flags
+from trainer.contract.schema import check, describe, read_flags, unknown_option
 from trainer.host.user_code import innermost_user_line
 
 STDIN = "-"
@@ -95,9 +94,7 @@ def _predict(checkpoint: Path, run: str, source: str, batch: int, training_flags
     values, unknown = read_flags(rest, schema)
     flags = {option.name: option.flag for option in schema}
     if unknown:
-        flag = unknown[0].partition("=")[0]
-        hint = nearest(flag, flags.values())
-        raise RequestError(f"{flag} is not an option of the trainer or of task {training.task}{hint}")
+        raise unknown_option(unknown[0], training.task, flags.values())
     task = kind(check(kind.Options, values, where=lambda name: flags.get(name, name)))
     if kind.predict is Task.predict:
         raise RequestError(f"task {training.task} has no predict(model, rows)")

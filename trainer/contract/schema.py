@@ -409,3 +409,9 @@ def read_flags(argv: Sequence[str], options: Iterable[Option]) -> tuple[dict[str
         else:
             raise RequestError(f"{flag} needs a value: {known.allowed}")
     return values, rest
+
+
+def unknown_option(word: str, task: str, flags: Iterable[str]) -> RequestError:
+    """Return the error of a flag, with or without ``=value``, that neither the trainer nor a task has."""
+    flag = word.partition("=")[0]
+    return RequestError(f"{flag} is not an option of the trainer or of task {task}{nearest(flag, flags)}")

@@ -26,7 +26,6 @@ from trainer.contract.errors import (
     NotKeptError,
     RequestError,
     TrainingError,
-    nearest,
     printable,
     printable_lines,
 )
@@ -36,7 +35,7 @@ from trainer.contract.options import Training, TrainingSpec
 from trainer.contract.outcome import NO_UPDATE_LEFT, exit_code_of, is_lost_peer, lost_peer_text
 from trainer.contract.record import EventWriter, Failure, RankStateName, RunDir, recorded_checkpoints
 from trainer.contract.record.regular_file import read_whole
-from trainer.contract.schema import check, describe, read_flags
+from trainer.contract.schema import check, describe, read_flags, unknown_option
 from trainer.distributed import flight_recorder
 from trainer.engine import reports
 from trainer.engine.accelerator import prepare_environment, set_numerics
@@ -400,9 +399,8 @@ def _own_options(kind: type[Task], spec: TrainingSpec) -> tuple[Any, list[str]]:
     rest, notes = remove_fairseq_flags(rest)
     flags = {option.name: option.flag for option in schema}
     if rest:
-        flag = rest[0].partition("=")[0]
-        hint = nearest(flag, [*flags.values(), *(option.flag for option in describe(Training))])
-        raise RequestError(f"{flag} is not an option of the trainer or of task {spec.training.task}{hint}")
+        known = [*flags.values(), *(option.flag for option in describe(Training))]
+        raise unknown_option(rest[0], spec.training.task, known)
     return check(kind.Options, values, where=lambda name: flags.get(name, name)), notes
 
 
