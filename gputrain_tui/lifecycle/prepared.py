@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -152,19 +151,31 @@ def check_planned(recipe: Recipe, planned: Planned, *, max_age_s: float = 0.0) -
     """
     if problem := endless_reason(recipe):
         raise RequestError(problem)
-    # While a form is edited, its hosts are not asked after every key.
-    spare = recipe.cluster.spare if planned.plan.launcher == "ssh" and not max_age_s else ()
-    with ThreadPoolExecutor(1, thread_name_prefix="spare") as pool:
-        asked = pool.submit(_query, spare, None) if spare else None
-        results, answers = run_preflight(recipe, planned, max_age_s=max_age_s)
-        results += [warning("other hosts", line) for line in planned.warnings]
-        for report in asked.result().values() if asked is not None else ():
-            if report.problem:
-                fix = "it cannot replace a lost host before it answers"
-                results.append(warning("spare", report.problem, fix, key="cluster.spare", host=report.host))
+    results, answers = _preflight_with_spare(recipe, planned, max_age_s=max_age_s)
     if errors(results):
         raise NotReadyError(results, plan=None if planned.problems else planned.plan)
     return Prepared(recipe=recipe, plan=with_routes(planned.plan, answers), results=tuple(results))
+
+
+def _preflight_with_spare(
+    recipe: Recipe, planned: Planned, *, max_age_s: float
+) -> tuple[list[CheckResult], tuple[HostAnswer, ...]]:
+    """Check the machines, and whether the spare hosts answer, at the same time; return what ``run_preflight`` does."""
+    others = [warning("other hosts", line) for line in planned.warnings]
+    spare = recipe.cluster.spare if planned.plan.launcher == "ssh" else ()
+    if not spare or max_age_s:  # while a form is edited, they are not asked after every key
+        results, answers = run_preflight(recipe, planned, max_age_s=max_age_s)
+        return results + others, answers
+    from concurrent.futures import ThreadPoolExecutor  # milliseconds, which few runs need
+
+    with ThreadPoolExecutor(1, thread_name_prefix="spare") as pool:
+        asked = pool.submit(_query, spare, None)
+        results, answers = run_preflight(recipe, planned)
+        reports = asked.result().values()
+    fix = "it cannot replace a lost host before it answers"
+    silent = [each for each in reports if each.problem]
+    others += [warning("spare", each.problem, fix, key="cluster.spare", host=each.host) for each in silent]
+    return results + others, answers
 
 
 def run_preflight(
@@ -201,8 +212,12 @@ def with_routes(plan: Plan, answers: Sequence[HostAnswer]) -> Plan:
     Each host's interface towards the others is in its environment, unless the user has set one, and the ranks meet at
     the first host's address if a host does not know its name, as with one that only the user's ``~/.ssh/config`` has.
     """
-    if any(not answer.knows_first for answer in answers):
-        plan = with_rendezvous(plan, host=next((each.first_address for each in answers if each.first_address), ""))
+    if not answers:
+        return plan
+    from gputrain_tui.preflight.collect_hosts import address_for_name  # loaded where hosts were asked
+
+    if address := address_for_name(answers):
+        plan = with_rendezvous(plan, host=address)
     interfaces = {answer.host: answer.interface for answer in answers if answer.interface}
     if not interfaces:
         return plan

@@ -85,6 +85,13 @@ class HostAnswer(msgspec.Struct, kw_only=True):
     """Address and reason for each node that it cannot reach, in one text."""
 
 
+def address_for_name(answers: Sequence[HostAnswer]) -> str:
+    """Return an address of the first node in place of its name; empty if all hosts know that, or none an address."""
+    if all(answer.knows_first for answer in answers):
+        return ""
+    return next((answer.first_address for answer in answers if answer.first_address), "")
+
+
 HOST_TIMEOUT_S = 40.0
 """Time limit of a host's facts, connecting included: setup alone may take half of it; most hosts need a second."""
 REACH_TIMEOUT_S = 4.0

@@ -23,7 +23,7 @@ from gputrain_tui.preflight.checks import (
     too_few_files,
     with_location,
 )
-from gputrain_tui.preflight.collect_hosts import HostAnswer, HostFacts
+from gputrain_tui.preflight.collect_hosts import HostAnswer, HostFacts, address_for_name
 from gputrain_tui.preflight.facts import PreflightFacts
 from gputrain_tui.preflight.result import CheckResult, error, ok, warning
 from gputrain_tui.recipe.model import Recipe
@@ -300,7 +300,6 @@ def _connections(plan: Plan, answers: Sequence[HostAnswer]) -> Iterator[CheckRes
         yield _error(answer, "network", what, fix, dotted(("cluster", "nodes", other.node, "host")))
     all_answered = all(answer.facts is not None for answer in answers)
     if all_answered and len(answers) > 1 and not lost and not pairs:
-        address = next((answer.first_address for answer in answers if answer.first_address), "")
-        is_known = all(answer.knows_first for answer in answers)
-        about = "" if is_known else f"; not all know the name {plan.nodes[0].host}, so they meet at {address}"
+        address = address_for_name(answers)
+        about = f"; not all know the name {plan.nodes[0].host}, so they meet at {address}" if address else ""
         yield ok("network", f"all {len(answers)} hosts reach each other{about}")
