@@ -86,7 +86,7 @@ class Diagnosis:
                 present[key] = symptom
         events = [*self._clear(present, state, now), *self._failures(now)]
         for key, symptom in present.items():
-            if symptom.confirmed and symptom.value >= symptom.threshold and self._is_new(key, symptom):
+            if symptom.is_certain and self._is_new(key, symptom):
                 finding = symptom.finding(None if symptom.rank is None else state.ranks.get(symptom.rank), now)
                 self._raised[key] = finding, CLEAR_SHARE * symptom.threshold
                 if finding.kind == "straggler":
@@ -168,13 +168,14 @@ class Diagnosis:
         if added is None:
             return checks
         timeline, throttled = self._timeline, throttled_ranks(state)
-        slow = throttled.union(rank for kind, rank in self._raised if kind == "straggler" and rank is not None)
+        known = {rank for kind, rank in self._raised if kind == "straggler" and rank is not None}
         return {
-            "uneven_speeds": lambda: self._uneven_speeds.symptoms(state, timeline, added, excluded=slow),
+            "uneven_speeds": lambda: self._uneven_speeds.symptoms(state, timeline, added, excluded=throttled | known),
             "straggler": lambda: stragglers(
                 state,
                 timeline,
                 uneven=("imbalance", None) in self._raised,
+                known=known,
                 throttled=throttled,
                 slowness=self._uneven_speeds.slowness,
             ),

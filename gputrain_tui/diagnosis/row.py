@@ -75,8 +75,11 @@ class StepRow:
     """Ranks that wait for each other, by index; empty where all do."""
     straggling: bool = False
     """Whether a straggler was known at this step, so that the row does not count for the usual noise."""
+    stragglers: frozenset[int] = frozenset()
+    """Known stragglers, by index: the other ranks are not compared with them."""
     _sorted: dict[str, list[float]] = field(default_factory=dict, init=False)
     _without_wait: tuple[object, StepRow] | None = field(default=None, init=False)
+    _with_stragglers: StepRow | None = field(default=None, init=False)
     _levelled: tuple[Sequence[float], StepRow] | None = field(default=None, init=False)
 
     @cached_property
@@ -86,7 +89,7 @@ class StepRow:
 
     @cached_property
     def own_ms(self) -> float:
-        return median_low([rank_phases.own for rank_phases in self.phases])
+        return median_low(self._column("own"))
 
     @cached_property
     def data_ms(self) -> float:
@@ -147,22 +150,29 @@ class StepRow:
     @cached_property
     def own_excess(self) -> list[float]:
         """Per rank, excess of its own work over the other ranks' median, ms."""
-        return excess([rank_phases.own for rank_phases in self.phases])
+        return self._all_excess("own")
 
     @cached_property
     def core_wait_excess(self) -> list[float]:
         """Per rank, excess of its wait for a core over the other ranks' median, ms."""
-        waits = [rank_phases.core_wait for rank_phases in self.phases]
-        return excess(waits) if any(waits) else [0.0] * len(waits)
+        waits = any(rank_phases.core_wait for rank_phases in self.phases)
+        return self._all_excess("core_wait") if waits else [0.0] * len(self.phases)
 
     @cached_property
     def before_forward(self) -> list[float]:
         return [rank_phases.before_forward for rank_phases in self.phases]
 
     def excess(self, phase: str, index: int) -> float:
-        """Return the excess of one rank's phase over the other ranks' median, ms."""
+        """Return the excess of one rank's phase over the other ranks' median, ms.
+
+        A known straggler is compared with the lower median: of two others one may just have become slow.
+        """
         value: float = getattr(self.phases[index], phase)
         ranked = self._column(phase)
+        if index in self.stragglers:
+            return value - median_low(ranked)
+        if len(ranked) == 1:  # its own
+            ranked = sorted(map(attrgetter(phase), self.phases))
         return value - median_without(ranked, bisect_left(ranked, value)) if len(ranked) > 1 else 0.0
 
     def late_ms(self, index: int) -> float:
@@ -216,10 +226,23 @@ class StepRow:
             self._levelled = slowness, replace(self, phases=all_phases)
         return self._levelled[1]
 
+    def with_stragglers(self, stragglers: frozenset[int]) -> StepRow:
+        """Return the row with these known stragglers, by index."""
+        if self._with_stragglers is None or self._with_stragglers.stragglers != stragglers:
+            self._with_stragglers = replace(self, stragglers=stragglers)
+        return self._with_stragglers
+
+    def _all_excess(self, phase: str) -> list[float]:
+        if self.stragglers:
+            return [self.excess(phase, index) for index in range(len(self.phases))]
+        return excess([getattr(rank_phases, phase) for rank_phases in self.phases])
+
     def _column(self, phase: str) -> list[float]:
+        """Return the ascending values of all ranks but the known stragglers; of all where no other rank is left."""
         ranked = self._sorted.get(phase)
         if ranked is None:
-            ranked = self._sorted[phase] = sorted(map(attrgetter(phase), self.phases))
+            kept = [each for index, each in enumerate(self.phases) if index not in self.stragglers]
+            ranked = self._sorted[phase] = sorted(map(attrgetter(phase), kept or self.phases))
         return ranked
 
 

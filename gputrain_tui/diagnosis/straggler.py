@@ -30,16 +30,40 @@ def stragglers(
     timeline: Timeline,
     *,
     uneven: bool = False,
+    known: Set[int] = frozenset(),
     throttled: Set[int] = frozenset(),
     slowness: Sequence[float] = (),
 ) -> list[Symptom]:
-    """Return the late ranks, each with its cause if that is known; ``throttled``: those that a CPU quota holds back.
-
-    ``slowness``: by index, how many times as long as the fastest a rank computes by nature, which is no lateness.
+    """Return the late ranks, each with its cause if that is known.
 
     Rows whose waits for the synchronisation were not measured are skipped. Where work is known to be uneven, a rank may
     by chance be late in most steps of a window, but not in those of several.
+
+    Args:
+        state: of the run.
+        timeline: its rows.
+        uneven: whether work is known to be uneven.
+        known: ranks that were late before, with which the others are not compared.
+        throttled: ranks that a CPU quota holds back.
+        slowness: by index, how many times as long as the fastest a rank computes by nature, which is no lateness.
     """
+    while True:
+        symptoms = _stragglers(state, timeline, uneven=uneven, known=known, throttled=throttled, slowness=slowness)
+        certain = {each.rank for each in symptoms if each.rank is not None and each.is_certain}
+        if certain <= known:
+            return symptoms
+        known = certain | known
+
+
+def _stragglers(
+    state: RunState,
+    timeline: Timeline,
+    *,
+    uneven: bool,
+    known: Set[int],
+    throttled: Set[int],
+    slowness: Sequence[float],
+) -> list[Symptom]:
     if len(timeline.ranks) < 2 or not any(row.synced for row in timeline.last(WINDOW_ROWS)):
         return []
     rows = [row.at_one_speed(slowness) if slowness else row for row in timeline.rows if row.synced]
@@ -49,27 +73,28 @@ def stragglers(
     broadcast = BroadcastWait.detect(rows[-WINDOW_ROWS:])
     if broadcast is not None:
         rows = [row.without_broadcast_wait(broadcast.leader, broadcast.followers) for row in rows]
+    if indices := frozenset(index for index, rank in enumerate(timeline.ranks) if rank in known):
+        rows = [row.with_stragglers(indices) for row in rows]
     window = rows[-WINDOW_ROWS:]
     step_ms = base_ms(window) + median([row.core_wait_ms for row in window])  # what a lateness is a share of
     owns = _own_excess(window)
     short = _short_window(rows)
     short_owns = _own_excess(rows[-short:])
-    enough = len(rows) >= short + earlier_rows and not uneven
+    enough_for_short = len(rows) >= short + earlier_rows and not uneven
     # Once a straggler is found, by few rows of several steps each, it stands while the rows of single steps are few.
-    known = len(rows) >= limit.MIN_STRAGGLER_ROWS or rows[-1].straggling
+    enough_rows = len(rows) >= limit.MIN_STRAGGLER_ROWS or rows[-1].straggling
     waits = _core_wait_excess(rows)
     symptoms = []
     for index, rank in enumerate(timeline.ranks):
         symptom = None
-        if enough and short_owns[index] >= limit.OVERWHELMING_SHARE * (step_ms + short_owns[index]):
+        if enough_for_short and short_owns[index] >= limit.OVERWHELMING_SHARE * (step_ms + short_owns[index]):
             symptom = _own_work_symptom(state, timeline.ranks, rows, index, step_ms, short)
             if symptom.cause == "unattributed":  # may be a momentary load of the machine: reported when it lasts
                 symptom = None
-        if symptom is None and known and owns[index] >= limit.STRAGGLER_SHARE / 2 * (step_ms + max(owns[index], 0.0)):
-            symptom = _own_work_symptom(state, timeline.ranks, rows, index, step_ms, WINDOW_ROWS, uneven=uneven)
         gate = limit.STRAGGLER_SHARE * (step_ms + max(owns[index], 0.0))
-        certain = symptom is not None and symptom.confirmed and symptom.value >= symptom.threshold
-        if known and not certain and owns[index] >= gate:
+        if symptom is None and enough_rows and owns[index] >= gate / 2:
+            symptom = _own_work_symptom(state, timeline.ranks, rows, index, step_ms, WINDOW_ROWS, uneven=uneven)
+        if enough_rows and (symptom is None or not symptom.is_certain) and owns[index] >= gate:
             late = [row.own_excess[index] for row in rows]
             if length := _rows_late_beyond_chance(late, gate):
                 symptom = _own_work_symptom(

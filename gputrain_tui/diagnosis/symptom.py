@@ -17,6 +17,11 @@ class Symptom(Finding, kw_only=True, tag="symptom"):
     confirmed: bool = True
     """Whether it has lasted long enough to be raised."""
 
+    @property
+    def is_certain(self) -> bool:
+        """Whether it is large enough and has lasted long enough to be raised."""
+        return self.confirmed and self.value >= self.threshold
+
     def finding(self, view: RankView | None, now: float) -> Finding:
         """Return the finding; ``view``: its rank."""
         finding = Finding(**{name: getattr(self, name) for name in Finding.__struct_fields__})

@@ -309,6 +309,23 @@ def test_two_slow_ranks_of_four_are_both_named() -> None:
     assert {finding.rank for finding in found} >= {1, 2}
 
 
+@pytest.mark.parametrize(
+    "late_ms",
+    [(0, 20, 60), (0, 60, 20), (0, 120, 200), (0, 20, 50, 60), (0, 100, 80, 90, 30)],
+    ids=lambda late_ms: "-".join(map(str, late_ms)),
+)
+@pytest.mark.parametrize("apart", [0, 60], ids=["at once", "one after another"])
+def test_a_straggler_stands_with_its_lateness_where_most_ranks_become_slow(late_ms: Sequence[int], apart: int) -> None:
+    """Of three ranks "the others" are two, and of two others one may be slow."""
+    run = SimulatedRun(len(late_ms))
+    found = run.steps(
+        400, lambda step, rank: {"forward": float(late_ms[rank])} if step >= 61 + apart * (rank - 1) else {}
+    )
+    assert [(each.rank, each.state) for each in found] == [(rank, "raised") for rank in range(1, len(late_ms))]
+    excess_ms = {each.rank: each.evidence["excess_ms"] for each in found}
+    assert excess_ms == {rank: pytest.approx(late_ms[rank], abs=1.5) for rank in range(1, len(late_ms))}
+
+
 def test_lateness_within_the_noise_is_no_finding() -> None:
     """Thresholds come from the machine's own noise: 10 ms is much on a quiet machine and nothing on a noisy one."""
     quiet, noisy = SimulatedRun(noise=0.02), SimulatedRun(noise=0.6)
@@ -407,6 +424,15 @@ def busy_machine(seed: int, *, bursts: bool) -> Slow:
 def test_a_thousand_balanced_steps_on_a_busy_machine_are_no_finding(ranks: int, bursts: bool, seed: int) -> None:
     run = SimulatedRun(ranks, noise=0.15, seed=seed)
     assert run.steps(1000, busy_machine(seed, bursts=bursts), every=5) == []
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("bursts", [False, True])
+def test_beside_a_straggler_a_thousand_balanced_steps_of_the_others_are_no_finding(ranks: int, bursts: bool) -> None:
+    run, busy = SimulatedRun(ranks, noise=0.15), busy_machine(1, bursts=bursts)
+    slow = late(1, data=60.0)
+    found = run.steps(1000, lambda step, rank: {**busy(step, rank), **slow(step, rank)}, every=5)
+    assert summaries(found) == [("straggler", "raised", 1, "data")]
 
 
 def test_a_delay_is_found_among_waits_for_cores_that_are_longer() -> None:
