@@ -196,6 +196,21 @@ def test_ranks_join_at_the_address_of_the_environment(processes: Processes, tcp:
     assert [one["ranks"] for one in processes.results(join_from_environment, joins)] == [[0, 1], [0, 1]]
 
 
+@pytest.mark.parametrize(("interface", "is_known"), [("eth99", False), ("lo,eth99", False), ("lo", True), ("", True)])
+def test_an_interface_of_the_environment_that_this_machine_lacks_is_refused(
+    processes: Processes, tcp: str, interface: str, is_known: bool
+) -> None:
+    environ = {"MASTER_ADDR": "localhost", "MASTER_PORT": tcp.rpartition(":")[2], "GLOO_SOCKET_IFNAME": interface}
+    joins = [{"environ": environ, "world_size": 2, "rank": rank} for rank in range(2)]
+    if is_known:
+        assert [one["interface"] for one in processes.results(join_from_environment, joins)] == [interface] * 2
+        return
+    refusal = f"GLOO_SOCKET_IFNAME is {interface!r}, but the interfaces of {socket.gethostname()} are lo"
+    for outcome in processes.outcomes(join_from_environment, joins):
+        assert outcome.kind == "RequestError"
+        assert outcome.message.startswith(refusal)
+
+
 def test_one_init_method_serves_one_run_after_another(processes: Processes, url: str) -> None:
     for _ in range(3):
         processes.results(join_and_leave, requests(url, 2))

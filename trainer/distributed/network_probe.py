@@ -59,14 +59,18 @@ def interface_for(rdzv: RendezvousStore, result: RendezvousResult, mine: Registr
         TrainingError: machines cannot reach each other; the message names them.
     """
     requested = os.environ.get(GLOO_INTERFACE if gloo else NCCL_INTERFACE)
-    if len(result.machines) == 1:
-        names = [name for _, name in socket.if_nameindex()]
-        return "lo" if requested is None and "lo" in names else None
+    alone = len(result.machines) == 1
+    if alone and requested is None:
+        return "lo" if "lo" in _interface_names() else None
     here = next(index for index, machine in enumerate(result.machines) if mine.rank in machine.ranks)
     keys = PrefixStore(KEY_PREFIX, rdzv.store)
     exchange_timeout_s = 30.0  # time-out for another machine's endpoint or probe result in the store
     wait = Wait(exchange_timeout_s, None)
     try:
+        if alone:
+            if gloo:
+                _check_interfaces(requested or "")
+            return None
         if mine.rank == result.machines[here].ranks[0]:
             # Gloo connects every pair of ranks. NCCL interprets its own setting, which may be a prefix or a list.
             forced = requested if gloo else None
@@ -222,13 +226,21 @@ def _read_endpoint(keys: Store, machines: Sequence[RankMachine], index: int, wai
 
 def _requested_address(own: Sequence[InterfaceAddress], requested: str) -> InterfaceAddress | None:
     """Return the address of the interface named in the environment; None if it has none that peers could use."""
-    names = [name for _, name in socket.if_nameindex()]
-    first = requested.split(",")[0]
-    if first not in names:
+    _check_interfaces(requested)
+    return next((each for each in own if each.interface == requested.split(",")[0]), None)
+
+
+def _check_interfaces(requested: str) -> None:
+    """Raise ``RequestError`` if an interface in the environment does not exist; gloo ignores a single character."""
+    names = _interface_names()
+    if len(requested) > 1 and not set(requested.split(",")) <= set(names):
         raise RequestError(
             f"{GLOO_INTERFACE} is {requested!r}, but the interfaces of {socket.gethostname()} are {', '.join(names)}"
         )
-    return next((each for each in own if each.interface == first), None)
+
+
+def _interface_names() -> list[str]:
+    return [name for _, name in socket.if_nameindex()]
 
 
 def _address_towards_store(rdzv: RendezvousStore, own: Sequence[InterfaceAddress]) -> InterfaceAddress | None:
