@@ -113,7 +113,8 @@ def _symptom(samples: Sequence[NodeSample], *, alone: bool, step: int, set_threa
         busy = f"{own:.1f} threads of the ranks are busy, and other processes use {others:.1f} of {used}"
     threads = max(1, int((cores - others if taken else cores) / ranks))
     is_set = 0 < set_threads <= threads
-    workers = None if newest.ranks[0].children is None else sum(rank.children or 0 for rank in newest.ranks)
+    counts = [rank.children for each in known for rank in each.ranks if rank.children is not None]
+    workers = max(counts, default=None)  # counted only while a rank waits for a core
     remedies = _remedies(ranks, cores, own / ranks, None if is_set else threads, taken=taken, workers=workers)
     kept_from = cores < (newest.machine_cores or 0)  # other cores of the machine, by a mask that the quota is not
     in_cpuset = kept_from and newest.cpuset_cores == cores
@@ -158,7 +159,8 @@ def _remedies(
     """Return the remedies that are not followed yet, the likeliest first.
 
     ``busy`` are the busy threads of a rank, and ``threads`` those to set for it, None where no more are set. ``taken``:
-    other processes take a good part of the cores. ``workers`` are child processes; None where they were not counted.
+    other processes take a good part of the cores. ``workers`` are a rank's child processes; None where they were not
+    counted.
     """
     remedies = []
     if ranks > cores:  # even one thread per rank is too many

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from test_diagnosis import SimulatedRun, Slow, balanced, late, summaries
 from test_diagnosis_uneven import late_in_turns
@@ -99,6 +101,15 @@ def test_no_advice_is_given_that_is_followed_already(sample: dict[str, float], s
     (found,) = sampled(run, 12, **{"ranks": 2, "cores": 2, "wait_percent": 40.0, **sample})  # type: ignore[arg-type]
     assert (found.kind, found.severity, found.advice) == ("cpu_contention", severity, advice)
     assert "threads_to_set" not in found.evidence
+
+
+def test_fewer_loader_workers_are_no_advice_where_a_rank_had_none_when_they_were_counted() -> None:
+    run = SimulatedRun(2)
+    run.steps(10)
+    crowded = functools.partial(sampled, run, wait_percent=40.0, other_cpu_percent=150.0, cores=2)
+    assert crowded(9, children=0) == []
+    found = crowded(3, children=None)
+    assert [each.advice.rpartition("; ")[2] for each in found] == ["stop other jobs on this host"]
 
 
 @pytest.mark.parametrize(
