@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from gputrain_tui.headless.closing_report import MAX_LINES, failure_block, result_lines, status_line
 from gputrain_tui.headless.number_text import number, percent
 from gputrain_tui.headless.progress import Piece, fitted, wrapped
-from gputrain_tui.report.run_report import FindingReport, GroupReport, HostHardware, RunReport
+from gputrain_tui.report.run_report import FindingReport, HostHardware, RunReport, SavedCheckpoint
 from gputrain_tui.state import RunState
-from gputrain_tui.state.figures import DDP, members_text, operations_text
+from gputrain_tui.state.figures import DDP, GroupFigures, members_text, operations_text
 from gputrain_tui.state.finding_text import urgency
 from gputrain_tui.tables import TableColumn, cut, duration, printable, size, table
 
@@ -45,6 +45,8 @@ def report_lines(report: RunReport, state: RunState, width: int) -> list[list[Pi
     if state.step or state.validations:
         results = [line for each in result_lines(state, width) for line in fitted(each, width)]
         lines += [[], [("ranks and results", "bold")], *results]
+    if report.checkpoints:
+        lines += [[], [("checkpoints", "bold")], *_checkpoint_lines(report.checkpoints)]
     if found := _finding_lines(report, width):
         lines += [[], [("what was found, and when", "bold")], *found]
     if report.hosts:
@@ -65,7 +67,7 @@ def _part_lines(report: RunReport) -> list[list[Piece]]:
     return [[("  " + title, "dim")], *([("  " + text, "")] for text in texts)]
 
 
-def _group_lines(groups: Sequence[GroupReport]) -> list[list[Piece]]:
+def _group_lines(groups: Sequence[GroupFigures]) -> list[list[Piece]]:
     rows = [
         (
             printable(each.group),
@@ -82,6 +84,14 @@ def _group_lines(groups: Sequence[GroupReport]) -> list[list[Piece]]:
     columns = [TableColumn("group"), TableColumn("ranks"), *(TableColumn(name, right=True) for name in names)]
     title, *texts = table([*columns, TableColumn("operations")], rows).splitlines()
     more = [f"… and {len(groups) - MAX_LINES:,} groups more: --json"] if len(groups) > MAX_LINES else []
+    return [[("  " + title, "dim")], *([("  " + text, "")] for text in (*texts, *more))]
+
+
+def _checkpoint_lines(checkpoints: Sequence[SavedCheckpoint]) -> list[list[Piece]]:
+    rows = [(f"{each.step:,}", size(each.bytes), "best" * each.best, printable(each.path)) for each in checkpoints]
+    columns = [TableColumn("step", right=True), TableColumn("size", right=True), TableColumn(""), TableColumn("file")]
+    title, *texts = table(columns, rows[:MAX_LINES]).splitlines()
+    more = [f"… and {len(rows) - MAX_LINES:,} more"] if len(rows) > MAX_LINES else []
     return [[("  " + title, "dim")], *([("  " + text, "")] for text in (*texts, *more))]
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 
 from gputrain_tui.history.comparison import DifferingValues, differences
 from gputrain_tui.history.run_folders import RECENT_RUNS, Run, UnreadableRun, newest_runs
 from gputrain_tui.lifecycle.live_run import LiveRun
 from gputrain_tui.lifecycle.recipe_to_run import recipe_of
+from gputrain_tui.lifecycle.remote_nodes import path_with_host, remote_node
+from gputrain_tui.lifecycle.run_checkpoints import run_ids
 from gputrain_tui.recipe.build import load
 from gputrain_tui.recipe.model import Recipe
-from gputrain_tui.report.run_report import RecipeChange, RunFacts
+from gputrain_tui.report.run_report import RecipeChange, RunFacts, SavedCheckpoint
+from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.record import Step
+from trainer.contract.record.checkpoints import BEST
 
 
 def runs_in_turns(before: str, now: str, rounds: int) -> list[tuple[Run, Run]]:
@@ -81,10 +86,25 @@ def run_facts(live: LiveRun, *, known: RunFacts | None = None) -> RunFacts:
         started=status.started or None,
         ended=status.ended,
         duration_s=live.elapsed_s,
+        checkpoints=tuple(saved_checkpoints(live)),
         previous_run=previous_id,
         changes=changes,
         record_gap=live.record_gap or None,
     )
+
+
+def saved_checkpoints(live: LiveRun) -> Iterator[SavedCheckpoint]:
+    """Yield the run's checkpoints that are still there, newest first; of another host all of them."""
+    run_dir, checkpoints = live.run.dir, live.state.checkpoints
+    ids, is_here = run_ids(run_dir), remote_node(run_dir, 0) is None
+    best = next((event for event in reversed(checkpoints) if event.best), None)
+    for event in reversed(checkpoints):
+        path, is_best = Path(event.path), event is best
+        if is_best and is_here and not path.exists():
+            path = path.with_name(BEST)
+        if not is_here or (path.is_file() and owner_of(path) in ("", *ids)):
+            shown = path_with_host(run_dir, 0, str(path))
+            yield SavedCheckpoint(step=event.step, path=shown, bytes=event.bytes, best=is_best)
 
 
 def previous_run(run: Run, others: Iterable[Run | UnreadableRun]) -> Run | None:

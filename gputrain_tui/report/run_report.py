@@ -9,7 +9,7 @@ import msgspec
 
 from gputrain_tui.diagnosis.roll_up import newest_findings
 from gputrain_tui.state import RankView, RunState
-from gputrain_tui.state.figures import mean_phase_ms, mean_share, run_groups
+from gputrain_tui.state.figures import GroupFigures, mean_phase_ms, mean_share, run_groups
 from gputrain_tui.state.finding_text import failure_summary, failure_words
 from gputrain_tui.state.newest_metrics import newest_values
 from gputrain_tui.state.totals import PHASES, Totals
@@ -100,24 +100,6 @@ class GpuCard(msgspec.Struct, frozen=True, kw_only=True):
     memory_total_bytes: int | None = None
 
 
-class GroupReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Collectives of a process group, per step: means over its ranks and their last steps."""
-
-    group: str
-    """``DDP`` for DDP's buckets, whose group is not known."""
-    ranks: tuple[int, ...] = ()
-    calls: float
-    bytes: float
-    exposed_ms: float | None = None
-    """Time for which a rank is blocked; None: not measured."""
-    share: float | None = None
-    """Of the step, 0 to 1."""
-    operations: dict[str, float]
-    """Calls by operation."""
-    operation_exposed_ms: dict[str, float]
-    """``exposed_ms`` by operation, where there are several."""
-
-
 class ValidationReport(msgspec.Struct, frozen=True, kw_only=True):
     """A validation or test."""
 
@@ -125,6 +107,16 @@ class ValidationReport(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     loss: float | None
     metrics: dict[str, float | None] = msgspec.field(default_factory=dict)
+
+
+class SavedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint of a run that is still there."""
+
+    step: int
+    path: str
+    """``HOST:PATH`` on another host, which was not asked for it."""
+    bytes: int
+    best: bool
 
 
 class RecipeChange(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,7 +152,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """Means over all ranks; their shares add up to 1 where all are measured."""
     means_over: str = ""
     """Steps that these means, durations and rates are over, in words."""
-    groups: tuple[GroupReport, ...] = ()
+    groups: tuple[GroupFigures, ...] = ()
     """Those in which ranks wait longest first."""
     samples_per_s: float | None = None
     steps_per_s: float | None = None
@@ -179,6 +171,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     attempts: tuple[str, ...] = ()
     """How each attempt before the last one ended."""
     hosts: tuple[HostHardware, ...] = ()
+    checkpoints: tuple[SavedCheckpoint, ...] = ()
+    """Newest first."""
     previous_run: str | None = None
     """Id of the run before of the same recipe; None where there is none."""
     changes: tuple[RecipeChange, ...] = ()
@@ -199,6 +193,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     started: float | None = None
     ended: float | None = None
     duration_s: float | None = None
+    checkpoints: tuple[SavedCheckpoint, ...] = ()
     previous_run: str | None = None
     changes: tuple[RecipeChange, ...] = ()
     record_gap: str | None = None
@@ -216,19 +211,7 @@ def run_report(state: RunState, facts: RunFacts) -> RunReport:
         step_ms=figures.step_ms,
         parts=step_parts(view.sums for view in state.ranks.values()),
         means_over="all steps" if state.ended is not None else f"the {state.span}",
-        groups=tuple(
-            GroupReport(
-                group=each.name,
-                ranks=each.ranks,
-                calls=each.calls,
-                bytes=each.bytes,
-                exposed_ms=each.exposed_ms,
-                share=each.share,
-                operations=dict(each.operations),
-                operation_exposed_ms=dict(each.operation_exposed_ms),
-            )
-            for each in run_groups(state.ranks.values())
-        ),
+        groups=tuple(run_groups(state.ranks.values())),
         samples_per_s=figures.samples_per_s,
         steps_per_s=figures.steps_per_s,
         tokens_per_s=figures.tokens_per_s,

@@ -60,10 +60,10 @@ class RunFigures(Throughput):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupFigures:
-    """Collectives of a rank in one process group: means over the steps of its last events, per step."""
+    """Collectives in one process group, of a rank or as means over its ranks: per step of their last events."""
 
-    name: str
-    """Of the group; ``DDP`` for the buckets of DDP, whose group the record does not name."""
+    group: str
+    """Its name; ``DDP`` for the buckets of DDP, whose group the record does not name."""
     ranks: tuple[int, ...] = ()
     """Empty where they are not known."""
     calls: float
@@ -73,7 +73,7 @@ class GroupFigures:
     """``exposed_ms`` by operation, where there are several."""
     bytes: float
     exposed_ms: float | None = None
-    """Time for which the rank was blocked; None: not measured."""
+    """Time for which a rank was blocked; None: not measured."""
     share: float | None = None
     """That time as a share of the step, 0 to 1."""
 
@@ -112,7 +112,7 @@ def group_figures(view: RankView) -> list[GroupFigures]:
         waited = [count * sync.exposed_ms for count, sync in syncs if sync.exposed_ms is not None]
         figures.append(
             GroupFigures(
-                name=name,
+                group=name,
                 ranks=view.groups.group(name).ranks,
                 calls=sum(count * sync.calls for count, sync in syncs) / steps,
                 operations=dict(sorted(operations.items(), key=lambda item: -item[1])),
@@ -139,10 +139,10 @@ def run_groups(views: Iterable[RankView]) -> list[GroupFigures]:
     of_group: dict[tuple[str, tuple[int, ...]], list[GroupFigures]] = {}
     for view in views:
         for each in group_figures(view):
-            of_group.setdefault((each.name, each.ranks), []).append(each)
+            of_group.setdefault((each.group, each.ranks), []).append(each)
     figures = [
         GroupFigures(
-            name=name,
+            group=name,
             ranks=ranks,
             calls=mean(each.calls for each in of_ranks),
             operations=_sums((1 / len(of_ranks), each.operations) for each in of_ranks),

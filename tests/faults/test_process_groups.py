@@ -56,4 +56,4 @@ def test_in_a_mesh_the_late_rank_is_named_with_those_that_wait_and_one_that_call
     assert "rank 3 on" in err
     assert "hangs after step 69" in err
     for view in state.ranks.values():
-        assert {(each.name, len(each.ranks)) for each in group_figures(view)} == {("tp", 2), ("dp", 2)}
+        assert {(each.group, len(each.ranks)) for each in group_figures(view)} == {("tp", 2), ("dp", 2)}

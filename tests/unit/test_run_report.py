@@ -21,6 +21,7 @@ from gputrain_tui.history.metric_curves import MetricCurves
 from gputrain_tui.history.run_folders import Run, find
 from gputrain_tui.history.series import Series
 from gputrain_tui.history.status_file import write_status
+from gputrain_tui.lifecycle.remote_nodes import RemoteNode, write_remote_node
 from gputrain_tui.report.load_report import previous_run, read_run_record, recipe_changes, run_facts
 from gputrain_tui.report.run_charts import run_charts
 from gputrain_tui.report.run_report import RunReport, past_findings, run_report, verdict
@@ -28,8 +29,10 @@ from gputrain_tui.report.step_blocks import StepBlocks
 from gputrain_tui.state import RunState
 from gputrain_tui.state.rank_state import KEPT
 from gputrain_tui.tables import duration
+from trainer.checkpoint import CheckpointWriter, Saved, write_file
 from trainer.contract.record import (
     AnyEvent,
+    Checkpoint,
     CollectiveGroup,
     Failure,
     Finding,
@@ -301,6 +304,36 @@ def test_shares_of_the_parts_add_up_and_hardware_and_versions_are_told(tmp_path:
     assert sum(part["share"] for part in data["parts"]) == pytest.approx(1)
     assert {host["host"] for host in data["hosts"]} == {"node000", "node001"}
     assert any(line.startswith("  node001  ") for line in lines)
+
+
+def test_the_checkpoints_that_are_left_are_listed_with_the_best_one(tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path / "runs", steps=5, status="finished")
+    folder = tmp_path / "saved"
+
+    def record(saved: Saved) -> None:
+        path, best = str(saved.path), saved.best
+        write(
+            run.dir.rank_events(0),
+            Checkpoint(time=BEGIN, step=saved.step, path=path, bytes=2048, write_ms=1.0, best=best),
+        )
+
+    writer = CheckpointWriter(folder, keep_last=3, run_id=run.id, on_saved=record)
+    for number in range(1, 6):
+        writer.save({"updates": number}, step=number, best=number == 1)
+        writer.wait()
+    assert writer.close() == []
+    write_file(folder / "step_00000004.pt", {"updates": 4}, sequence=9, run="another")
+    data, lines = told(run)
+    assert [(each["step"], Path(each["path"]).name, each["best"]) for each in data["checkpoints"]] == [
+        (5, "step_00000005.pt", False),
+        (3, "step_00000003.pt", False),
+        (1, "best.pt", True),
+    ]
+    assert f"     1  2 KiB  best  {folder / 'best.pt'}" in lines
+    (run.dir.agents / "0.1.a").mkdir(parents=True)
+    write_remote_node(run.dir, "0.1.a", RemoteNode(host="far", run_dir="/there"))
+    data, _ = told(run)
+    assert [each["path"] for each in data["checkpoints"]][:2] == [f"far:{folder}/step_0000000{n}.pt" for n in (5, 4)]
 
 
 def test_the_recipe_is_compared_with_the_run_before(tmp_path: Path) -> None:

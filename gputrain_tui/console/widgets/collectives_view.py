@@ -30,13 +30,13 @@ def collective_rows(view: RankView) -> Iterator[Row]:
     figures = group_figures(view)
     if not figures:
         return
-    name_cells = max(len("group"), *(len(each.name) for each in figures)) + 2
+    name_cells = max(len("group"), *(len(each.group) for each in figures)) + 2
     heads = _numbers("calls", "bytes", "wait ms", "share")
     yield [(f" {'group':<{name_cells}}{'ranks':<14}{heads}  operations", "dim")]
     for each in figures:
         figures_of = format_value(each.calls), size(int(each.bytes)), format_value(each.exposed_ms), percent(each.share)
         yield [
-            (f" {printable(each.name):<{name_cells}}", "accent"),
+            (f" {printable(each.group):<{name_cells}}", "accent"),
             (pad(members_text(each.ranks) or EMPTY, 14), "dim"),
             (_numbers(*figures_of), "bright"),
             (f"  {printable(operations_text(each.operations, each.operation_exposed_ms))}", "dim"),

@@ -27,8 +27,8 @@ def test_the_groups_of_a_rank_are_means_over_its_last_steps_and_add_up_to_its_wa
     state.apply(step(1, tp(30.0), sync_exposed_ms=50.0, **reduced))
     state.apply(step(2, tp(10.0, 2.0), sync_exposed_ms=50.0, **reduced))
     first, second = group_figures(state.ranks[0])
-    assert (first.name, first.exposed_ms, first.share, first.calls) == ("DDP", 30.0, pytest.approx(0.3), 2.0)
-    assert (second.name, second.ranks, second.exposed_ms, second.calls) == ("tp", (0, 1), 20.0, 3.0)
+    assert (first.group, first.exposed_ms, first.share, first.calls) == ("DDP", 30.0, pytest.approx(0.3), 2.0)
+    assert (second.group, second.ranks, second.exposed_ms, second.calls) == ("tp", (0, 1), 20.0, 3.0)
     assert (second.operations, second.share) == ({"all_reduce": 3.0}, pytest.approx(0.2))
     assert (first.exposed_ms or 0.0) + (second.exposed_ms or 0.0) == state.ranks[0].sums.mean_exposed_ms
 
