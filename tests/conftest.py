@@ -7,10 +7,12 @@ import functools
 import gc
 import os
 import signal
+import sys
 from pathlib import Path
 
 import examples
 import pytest
+from _pytest.assertion import rewrite
 from cores import lacked_s
 
 HELD_UP_S = 0.05
@@ -31,14 +33,15 @@ os.environ["TERM"] = "xterm-256color"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Set the number of hypothesis examples, compile the packages, and keep test processes from writing bytecode.
+    """Set the number of hypothesis examples, compile packages and tests, and keep test processes from writing bytecode.
 
     Under a limit on file sizes, which some tests set, CPython 3.11 leaves a truncated ``.pyc``, and every later import
-    of that module fails. xdist workers do write bytecode, because they start before the variable is set: without
-    pytest's cached copies of the test files each worker would need seconds more.
+    of that module fails. xdist workers do write bytecode, because they start before the variable is set.
     """
     examples.configure(config)
     is_worker = hasattr(config, "workerinput")
+    if is_worker:
+        gc.disable()  # until pytest_collection_finish: what a collection makes stays, and is a quarter of its time
     if is_worker or not config.getoption("numprocesses", None):
         # .ci/run measures the processes of pytest. A child would import coverage first, which takes a third of a second
         # or more, and would not be the fresh interpreter that some tests look at.
@@ -46,6 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not is_worker:
         for package in ("gputrain_tui", "trainer"):
             compileall.compile_dir(Path(__file__).parents[1] / package, quiet=2)
+        if config.getoption("numprocesses", None) and not sys.dont_write_bytecode:
+            _rewrite_tests(config)
     if is_worker or not config.getoption("numprocesses", None):
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
@@ -59,6 +64,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         gc.collect()
         gc.freeze()
         gc.set_threshold(20_000, 20, 20)
+        gc.enable()
+
+
+def _rewrite_tests(config: pytest.Config) -> None:
+    """Store pytest's own bytecode of the test files, which otherwise each worker makes, for half of its start."""
+    gc.disable()
+    state = config.stash[rewrite.assertstate_key]
+    paths = [config.invocation_params.dir / argument.partition("::")[0] for argument in config.args]
+    for file in {file for path in paths for file in (path.rglob("test_*.py") if path.is_dir() else [path])}:
+        stored = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
+        if file.is_file() and rewrite._read_pyc(file, stored) is None and rewrite.try_makedirs(stored.parent):
+            source_hash, code = rewrite._rewrite_test(file, config)
+            rewrite._write_pyc(state, code, source_hash, stored)
+    gc.enable()
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

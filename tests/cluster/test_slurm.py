@@ -329,7 +329,9 @@ def test_a_script_finds_its_rank_by_slurms_variables_or_starts_the_ranks_of_its_
             assert all(f"rank {rank} of 4: " in log for rank, log in enumerate(logs))
 
 
-@pytest.mark.parametrize("way", ["run", pytest.param("batch script", marks=pytest.mark.slow), "srun"])
+@pytest.mark.parametrize(
+    "way", ["run", *(pytest.param(way, marks=pytest.mark.slow) for way in ("batch script", "srun"))]
+)
 def test_nothing_of_the_folder_is_executed(cluster: Slurm, tmp_path: Path, way: str) -> None:
     user = SlurmUser(cluster, tmp_path / "project")
     user.folder.mkdir()
@@ -353,7 +355,7 @@ def test_nothing_of_the_folder_is_executed(cluster: Slurm, tmp_path: Path, way: 
     assert (taken.executed(), done.returncode) == ([], 0), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("way", ["login", "salloc", pytest.param("sbatch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["salloc", *(pytest.param(way, marks=pytest.mark.slow) for way in ("login", "sbatch"))])
 def test_one_recipe_trains_from_the_login_node_and_inside_an_allocation(user: SlurmUser, way: str) -> None:
     """The ranks of each node start in the node's folder, after its line of setup."""
     cluster, folder, code = user.cluster, user.folder, user.folder / "the code"
@@ -630,7 +632,7 @@ def test_the_command_that_follows_a_run_submits_the_successor_of_a_job_whose_fir
         cluster.wait_idle()
 
 
-@pytest.mark.parametrize("way", ["stop", "scancel", "refused"])
+@pytest.mark.parametrize("way", ["stop", pytest.param("scancel", marks=pytest.mark.slow), "refused"])
 def test_a_successor_that_waits_is_cancelled_and_one_that_slurm_refuses_is_named(user: SlurmUser, way: str) -> None:
     cluster = user.cluster
     text = (user.folder / "single.toml").read_text().replace("[slurm]\n", NO_REQUEUE_AT_ALL)

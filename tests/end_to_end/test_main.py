@@ -218,7 +218,7 @@ def test_one_process_is_its_own_rank_and_keeps_the_same_record(data: Path, tmp_p
     assert "finished" in run_dir.rank_log(0).read_text()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_ctrl_c_stops_training_with_a_message_and_leaves_no_process(data: Path, tmp_path: Path, ranks: int) -> None:
     run_dir = RunDir(tmp_path / "run")
     more = ["--distributed-world-size", str(ranks), "--run-dir", str(run_dir.path), "--max-updates", "1000000"]
@@ -236,7 +236,7 @@ def test_ctrl_c_stops_training_with_a_message_and_leaves_no_process(data: Path, 
     assert (outcome.exit_code, outcome.failure) == (130, None)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_error_that_only_a_rank_finds_is_still_a_refusal(data: Path, tmp_path: Path, ranks: int) -> None:
     more = ["--distributed-world-size", str(ranks), "--resume", str(tmp_path / "missing.pt")]
     code, _, stderr = finish(begin(words(data, *more), tmp_path))

@@ -137,10 +137,10 @@ def test_the_commands_of_a_plan_execute_nothing_of_the_folder(folder: Folder) ->
     ],
 )
 def test_the_trainer_alone_executes_nothing_of_the_folder(folder: Folder, launcher: Sequence[str]) -> None:
-    folder.check(folder.call(*launcher, *LM), folder.call(*launcher, "--script", "scripts/plain_script.py", "--cpu"))
-    if "torchrun" not in launcher:
-        spawned = ["--distributed-world-size", "2", "--start-method", "spawn"]
-        folder.check(folder.call(*launcher, *LM, *spawned))
+    """By hand a task's ranks are spawned; forked they are those of a plan's commands, above."""
+    spawned = [] if "torchrun" in launcher else ["--distributed-world-size", "2", "--start-method", "spawn"]
+    script = folder.call(*launcher, "--script", "scripts/plain_script.py", "--cpu")
+    folder.check(folder.call(*launcher, *LM, *spawned), script)
 
 
 @pytest.mark.parametrize(

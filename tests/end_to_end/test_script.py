@@ -256,24 +256,6 @@ def test_a_script_that_leaves_at_once_with_exit_code_0_has_finished(tmp_path: Pa
     assert (done.code, done.states(0)) == (0, ["training", "finished"])
 
 
-LEAVES = """\
-import os, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-for turn in range(1000):
-    dist.all_reduce(torch.ones(1))
-    if turn == 20 and dist.get_rank() == 1:
-        os._exit(0)
-"""
-
-
-def test_a_rank_that_leaves_the_others_with_exit_code_0_is_the_cause(tmp_path: Path) -> None:
-    """The others may report their loss before its end is known."""
-    done = run(tmp_path, LEAVES, ranks=3)
-    assert done.code == 1
-    assert (done.failure.kind, done.failure.rank) == ("left_early", 1)
-    assert done.failure.message.startswith("rank 1 had exited with code 0 while others were still training; rank ")
-
-
 CLOSED = """\
 import os, torch
 before, after = [(0, 20), (20, 0), (20, 20)][int(os.environ["RANK"])]

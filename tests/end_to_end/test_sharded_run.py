@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from test_eval_and_export import gputrain
 
 from gputrain_tui.history.run_folders import list_runs
+from trainer.checkpoint import load
 
 RECIPE = """\
-name = "{strategy}"
+name = "fsdp"
 
 [[cluster.nodes]]
 cpu_ranks = 2
@@ -27,7 +28,7 @@ heads = 2
 
 [train]
 task = "lm"
-strategy = "{strategy}"
+strategy = "fsdp"
 batch_size = 4
 max_updates = 12
 lr = 0.01
@@ -35,29 +36,28 @@ threads = 1
 """
 
 
-def test_what_fsdp_has_trained_is_evaluated_exported_and_predicts_as_what_ddp_has(tmp_path: Path) -> None:
+def test_what_fsdp_has_trained_is_evaluated_exported_and_predicts_as_a_checkpoint_of_ddp(tmp_path: Path) -> None:
+    """Its checkpoint is the one that DDP writes, as tests/integration/test_sharded_model.py shows."""
     (tmp_path / "text.txt").write_bytes(bytes(range(32, 122)) * 40)
     (tmp_path / "lines.txt").write_text("ABCD\n")
-    found = {}
-    for strategy in ("ddp", "fsdp"):
-        (tmp_path / f"{strategy}.toml").write_text(RECIPE.format(strategy=strategy))
-        done = gputrain(tmp_path, "run", f"{strategy}.toml")
+    (tmp_path / "fsdp.toml").write_text(RECIPE)
+
+    def call(*words: object) -> str:
+        done = gputrain(tmp_path, *words)
         assert done.returncode == 0, done.stderr
-        run = list_runs(tmp_path / "home" / "runs")[0]
-        losses = []
-        alone = ["--set", "cluster.nodes=[{cpu_ranks=1}]", "--set", "train.strategy=ddp"]
-        for more in ([], alone) if strategy == "fsdp" else ([],):
-            done = gputrain(tmp_path, "eval", run.id, "--split", "valid", *more)
-            assert done.returncode == 0, done.stderr
-            losses.append(float(re.search(r"loss (\d+\.\d+)", done.stdout)[1]))  # type: ignore[index]
-        done = gputrain(tmp_path, "export", run.id, "--to", "safetensors", "-o", f"{strategy}.safetensors")
-        assert done.returncode == 0, done.stderr
-        predicted = gputrain(tmp_path, "predict", run.id, "--input", "lines.txt")
-        assert predicted.returncode == 0, predicted.stderr
-        found[strategy] = losses, load_file(tmp_path / f"{strategy}.safetensors"), predicted.stdout
-    (losses, weights, lines), (own_losses, own_weights, own_lines) = found["ddp"], found["fsdp"]
-    assert own_losses == pytest.approx([losses[0]] * 2, abs=1e-4)
-    assert own_weights.keys() == weights.keys()
-    for name, weight in weights.items():
-        torch.testing.assert_close(own_weights[name], weight, rtol=0, atol=1e-6)
-    assert own_lines == lines
+        return done.stdout
+
+    call("run", "fsdp.toml")
+    run = list_runs(tmp_path / "home" / "runs")[0]
+    losses = []
+    alone = ["--set", "cluster.nodes=[{cpu_ranks=1}]", "--set", "train.strategy=ddp"]
+    for more in ([], alone):
+        printed = call("eval", run.id, "--split", "valid", *more)
+        losses.append(float(re.search(r"loss (\d+\.\d+)", printed)[1]))  # type: ignore[index]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    call("export", run.id, "--to", "safetensors", "-o", "fsdp.safetensors")
+    exported, kept = load_file(tmp_path / "fsdp.safetensors"), load(run.dir.checkpoints / "best.pt")["model"]
+    assert exported.keys() == kept.keys()
+    assert all(torch.equal(exported[name], weight) for name, weight in kept.items())
+    as_ddp = call("predict", run.id, "--input", "lines.txt", "--set", "train.strategy=ddp")
+    assert call("predict", run.id, "--input", "lines.txt") == as_ddp

@@ -81,27 +81,30 @@ def _check_two_ranks(run_dir: Path) -> None:
     assert [event.parameters for event in checksums[0]] == [event.parameters for event in checksums[1]]
 
 
+def _beside_a_trainer(folder: Path) -> str:
+    """Return a copy of the script, beside which there is a module of the name of ours."""
+    (folder / "trainer.py").write_text("OWN = True\n")
+    return str(shutil.copy(SCRIPT, folder))
+
+
 @pytest.mark.timing
-def test_a_script_under_torchrun_is_recorded(tmp_path: Path) -> None:
-    done = _run([str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", str(SCRIPT)], tmp_path)
+def test_a_script_under_torchrun_beside_a_trainer_of_its_own_is_recorded(tmp_path: Path) -> None:
+    script, run_dir = _beside_a_trainer(tmp_path), tmp_path / "run"
+    done = _run([str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", script], run_dir)
     assert done.returncode == 0, done.stderr
-    _check_two_ranks(tmp_path)
-    assert [event.local_rank for event in _events(tmp_path, 1) if isinstance(event, RankState)] == [1, 1]
+    _check_two_ranks(run_dir)
+    assert [event.local_rank for event in _events(run_dir, 1) if isinstance(event, RankState)] == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.timing
-@pytest.mark.parametrize(
-    "command", ["torchrun", *(pytest.param(each, marks=pytest.mark.slow) for each in ("spawn", "trainer"))]
-)
+@pytest.mark.parametrize("command", ["spawn", "trainer"])
 def test_a_script_beside_a_trainer_of_its_own_is_recorded(tmp_path: Path, command: str) -> None:
-    script = Path(shutil.copy(SCRIPT, tmp_path))
-    (tmp_path / "trainer.py").write_text("OWN = True\n")
-    run_dir = tmp_path / "run"
+    script, run_dir = _beside_a_trainer(tmp_path), tmp_path / "run"
     launcher = [sys.executable, "-P", "-m", "trainer", "--cpu", "--distributed-world-size", "2"]
     words = {
-        "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", str(script)],
-        "spawn": [sys.executable, str(script), "spawn", str(tmp_path / "store")],
-        "trainer": [*launcher, "--script", str(script), "--run-dir", str(run_dir)],
+        "spawn": [sys.executable, script, "spawn", str(tmp_path / "store")],
+        "trainer": [*launcher, "--script", script, "--run-dir", str(run_dir)],
     }[command]
     done = _run(words, None if command == "trainer" else run_dir)
     assert done.returncode == 0, done.stderr

@@ -262,7 +262,8 @@ dist.barrier()
 """
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow  # without a step a script is like the one above
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_measured_script_that_hangs_before_its_first_forward_pass_is_named_by_its_line(
     bench: Bench, hanging: Callable[..., Hanging], ranks: int
 ) -> None:

@@ -127,9 +127,8 @@ def test_a_rank_in_a_cgroup_of_its_own_is_ended_with_the_limit_of_that_in_the_me
     assert f"{killed}at the limit of {OWN_LIMIT_MIB} MiB of its own cgroup {group}; less is taken by" in done.output
 
 
-@pytest.mark.parametrize(
-    ("precision", "exact", "ranks"), [pytest.param("single", 1e-6, 4, marks=pytest.mark.slow), ("double", 1e-12, 3)]
-)
+@pytest.mark.slow  # tests/integration/test_sharded_model.py asks the same without a limit
+@pytest.mark.parametrize(("precision", "exact", "ranks"), [("single", 1e-6, 4), ("double", 1e-12, 3)])
 def test_other_ranks_under_the_limit_go_on_and_end_where_ddp_without_it_does(
     tmp_path: Path, precision: str, exact: float, ranks: int
 ) -> None:

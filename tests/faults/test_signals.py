@@ -66,7 +66,7 @@ def test_a_signal_to_any_process_saves_the_run_and_names_the_signal(
     assert_nothing_is_left(run)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_a_node_that_is_stopped_before_it_answers_is_stopped_and_not_failed(
     bench: Bench, number: signal.Signals
 ) -> None:
@@ -140,7 +140,7 @@ def test_ctrl_c_ends_a_run_whose_supervisor_nothing_can_reach(bench: Bench) -> N
     assert_nothing_is_left(run)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_trainer_alone_saves_when_its_terminal_is_closed(bench: Bench, ranks: int) -> None:
     folder, data = bench.folder / "run", bench.recipe().with_name("text.txt")
     flags = f"--cpu --distributed-world-size {ranks} --task lm --batch-size 4 --max-updates {FOR_EVER} --threads 1"

@@ -94,7 +94,7 @@ def test_both_ranks_are_measured_and_logged_and_the_slow_one_is_named(
     [
         pytest.param("processes", "raise", "ValueError: no such label", id="an exception that the script ignores"),
         pytest.param("spawn", "kill", "SIGKILL", id="SIGKILL", marks=pytest.mark.slow),
-        pytest.param("spawn", "raise", "ValueError: no such label (", id="mp.spawn"),
+        pytest.param("spawn", "raise", "ValueError: no such label (", id="mp.spawn", marks=pytest.mark.slow),
         pytest.param("subprocess", "exit", "exit code 7", id="os._exit", marks=pytest.mark.slow),
     ],
 )

@@ -162,12 +162,9 @@ def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_grace(tmp_path: Path
     assert "killed because they did not respond: ranks 0, 1; no process is left" in stderr
 
 
+@pytest.mark.slow  # test_run.py asks the same of a run with a supervisor
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (signal.SIGINT, signal.SIGINT),
-        pytest.param(signal.SIGTERM, signal_of(StopLevel.NOW), marks=pytest.mark.slow),
-    ],
+    ("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal_of(StopLevel.NOW))]
 )
 def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, first: signal.Signals, second: signal.Signals) -> None:
     process = begin(tmp_path, "--max-updates", 1_000_000, "--stop-grace", 3600)

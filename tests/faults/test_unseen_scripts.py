@@ -124,15 +124,21 @@ def test_an_unmeasured_training_is_marked_among_the_runs_and_in_its_report(
     assert re.search(r"what was found, and when\n  after .*  not measured\n    the optimizer", capsys.readouterr().out)
 
 
-def test_a_loss_of_several_values_is_said_not_to_be_seen(bench: Bench) -> None:
+def test_a_loss_of_several_values_is_not_seen_and_weights_loaded_after_the_last_step_are_no_desync(
+    bench: Bench,
+) -> None:
     text = f"""{DDP}
-for _ in range(5):
+for _ in range(15):
     optimizer.zero_grad()
     y = model(torch.randn(8, 4))
     y.backward(torch.ones_like(y))
     optimizer.step()
+if rank == 0:
+    model.module.load_state_dict({{name: value + 1 for name, value in model.module.state_dict().items()}})
 """
-    _, out, _ = run_script(bench, text, ranks=2)
+    state, out, _ = run_script(bench, text, ranks=2)
+    assert state.desync.equal is True
+    assert "equal on all ranks" in out
     lines = [line for line in out.splitlines() if line.startswith("not seen   the loss")]
     assert lines == [
         "not seen   the loss: backward() was called on a tensor of several values (call it on one number, or give a "
@@ -169,7 +175,9 @@ def test_a_loss_that_is_nan_from_the_first_step_on_is_found_without_ddp_and_samp
     assert state.findings["non_finite", 0].step == 1
 
 
-@pytest.mark.parametrize("steps", [3, pytest.param(15, marks=pytest.mark.slow), 63])
+@pytest.mark.parametrize(
+    "steps", [pytest.param(3, marks=pytest.mark.slow), pytest.param(15, marks=pytest.mark.slow), 63]
+)
 def test_parameters_of_a_short_script_are_compared_at_its_end(bench: Bench, steps: int) -> None:
     text = f"""{DDP}
 for number in range({steps}):
@@ -196,18 +204,6 @@ for number in range(15):
     assert "parameters NaN or infinite on all ranks" in out
     assert "equal on all ranks" not in out
     assert run_mark(state.findings.values()) == "NaN since step 7 on ranks 0, 1"
-
-
-def test_a_rank_that_loads_other_weights_after_its_last_step_is_no_desync(bench: Bench) -> None:
-    text = f"""{DDP}
-for _ in range(15):
-    step()
-if rank == 0:
-    model.module.load_state_dict({{name: value + 1 for name, value in model.module.state_dict().items()}})
-"""
-    state, out, _ = run_script(bench, text, ranks=2)
-    assert state.desync.equal is True
-    assert "equal on all ranks" in out
 
 
 def test_local_sgd_is_no_desync(bench: Bench) -> None:

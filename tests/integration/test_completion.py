@@ -25,6 +25,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).touch()
     (folder / "recipes").mkdir()
     (folder / "recipes" / "demo.toml").touch()
+    for shell in ("bash", "fish", "zsh"):
+        (folder / f"completion.{shell}").write_text(completions(folder, [str(GPUTRAIN), "completion", shell]))
     return folder
 
 
@@ -39,7 +41,7 @@ def completions(home: Path, command: list[str]) -> str:
 def in_bash(home: Path, line: str) -> list[str]:
     """Return what bash would put in place of the last word of a line."""
     script = f"""
-        eval "$(gputrain completion bash)"
+        eval "$(< completion.bash)"
         compopt() {{ :; }}  # readline's, which a script has not
         COMP_LINE={shlex.quote(line)} COMP_POINT={len(line)}
         _python_argcomplete gputrain && printf '%s\\n' "${{COMPREPLY[@]}}"
@@ -82,7 +84,7 @@ def test_bash_completes(home: Path, line: str, found: list[str]) -> None:
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
 @pytest.mark.parametrize(("line", "found"), CASES)
 def test_fish_completes(home: Path, line: str, found: list[str]) -> None:
-    script = f"gputrain completion fish | source; complete -C {shlex.quote(line)}"
+    script = f"source completion.fish; complete -C {shlex.quote(line)}"
     words = [each.partition("\t")[0] for each in completions(home, ["fish", "--no-config", "-c", script]).splitlines()]
     assert sorted(words) == sorted(word.replace("\\", "") for word in found)
 
@@ -92,7 +94,7 @@ def test_fish_completes(home: Path, line: str, found: list[str]) -> None:
 def test_zsh_completes(home: Path, line: str, found: list[str]) -> None:
     script = f"""
         compdef() {{ :; }}
-        eval "$(gputrain completion zsh)"
+        eval "$(< completion.zsh)"
         _describe() {{ print -rl -- "${{completions[@]}}"; }}  # the completion system's, which a script has not
         words=({" ".join(shlex.quote(word) if word else "''" for word in line.split(" "))}) CURRENT=$#words
         BUFFER={shlex.quote(f"cd x && A=1 {line}")} CURSOR=$#BUFFER

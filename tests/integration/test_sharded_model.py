@@ -15,15 +15,6 @@ TASK = "block_tasks:BlockTask"
 EXACT = 1e-12
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
-def gang(request: pytest.FixtureRequest) -> Iterator[Gang]:
-    if not FSDP_ON_CPU:
-        pytest.skip("FSDP2 of this torch needs a GPU")
-    members = Gang(request.param)
-    yield members
-    members.close()
-
-
 @pytest.fixture(scope="module")
 def two() -> Iterator[Gang]:
     if not FSDP_ON_CPU:
@@ -31,6 +22,14 @@ def two() -> Iterator[Gang]:
     members = Gang(2)
     yield members
     members.close()
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+def gang(request: pytest.FixtureRequest, two: Gang) -> Iterator[Gang]:
+    members = two if request.param == 2 else Gang(request.param)
+    yield members
+    if members is not two:
+        members.close()
 
 
 def trained(gang: Gang, folder: Path | None = None, **options: Any) -> dict[str, Any]:
@@ -108,16 +107,14 @@ def test_a_torch_that_divides_models_on_gpus_only_is_refused_with_what_works() -
     assert error.endswith("which has it on GPUs only; --strategy ddp works")
 
 
-@pytest.mark.skipif(not FSDP_ON_CPU, reason="FSDP2 of this torch needs a GPU")
-@pytest.mark.parametrize(("before", "after"), [(3, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
-def test_other_ranks_continue_what_some_began(tmp_path: Path, before: int, after: int) -> None:
-    members = Gang(before)
-    trained(members, tmp_path, strategy="fsdp", max_updates=5, max_epochs=9)
-    members.close()
-    members = Gang(after)
-    epochs = 4 if after == 2 else 8
-    rest = [trained(members, None, strategy=way, resume=str(tmp_path), max_epochs=epochs) for way in ("fsdp", "ddp")]
-    members.close()
+@pytest.mark.parametrize("other", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_other_ranks_continue_what_some_began(two: Gang, tmp_path: Path, other: int) -> None:
+    more = Gang(other)
+    before, after = (more, two) if other == 3 else (two, more)
+    trained(before, tmp_path, strategy="fsdp", max_updates=5, max_epochs=9)
+    epochs = 4 if after is two else 8
+    rest = [trained(after, None, strategy=way, resume=str(tmp_path), max_epochs=epochs) for way in ("fsdp", "ddp")]
+    more.close()
     assert rest[0]["error"] == rest[1]["error"] == ""
     assert difference(*rest) < EXACT
     assert rest[0]["batches"] == rest[1]["batches"]

@@ -119,6 +119,12 @@ assert sys.modules["torch._dynamo"] is before and torch._dynamo is before
 """,
 }
 CASES = {name: TRAINING + asks + AFTER_ASKING for name, asks in ASKED.items()} | OTHERS
+LIKE_OTHERS = (
+    "its settings as a module, to change one",
+    "a name of it",
+    "another attribute of a module that DDP asks",
+)
+"""Each case imports the compiler, for a second or more; these ask in ways between those of others."""
 
 FORKING = """
 import json, os, sys, traceback
@@ -137,11 +143,12 @@ for name, code in json.load(sys.stdin).items():
 
 
 @pytest.fixture(scope="module")
-def errors() -> dict[str, str]:
-    """The traceback of each case, empty where there was none."""
+def errors(request: pytest.FixtureRequest) -> dict[str, str]:
+    """The traceback of each selected case, empty where there was none."""
+    selected = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKING],
-        input=json.dumps(CASES),
+        input=json.dumps({name: CASES[name] for name in selected}),
         stdout=subprocess.PIPE,
         text=True,
         check=True,
@@ -150,6 +157,8 @@ def errors() -> dict[str, str]:
     return dict(json.loads(line) for line in done.stdout.splitlines())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_OTHERS else []) for name in CASES]
+)
 def test_the_compiler_is_imported_when_it_is_asked_for_and_not_before(errors: dict[str, str], case: str) -> None:
     assert not errors[case], errors[case]

@@ -1,5 +1,6 @@
 """A training with Lightning."""
 
+import os
 from typing import Any
 
 import lightning
@@ -28,7 +29,7 @@ class Regression(lightning.LightningModule):
 
 
 trainer = lightning.Trainer(
-    devices=2,
+    devices=int(os.environ["WORLD_SIZE"]),
     strategy="ddp",
     max_epochs=4,
     gradient_clip_val=1.0,
