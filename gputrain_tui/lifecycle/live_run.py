@@ -73,6 +73,8 @@ class LiveRun:
         """Whether the whole record was read once; until then the state is a past one."""
         replayed = replay(run.dir, recorded, newest=self.state.world_size) if source is None else None
         begin = replayed.begin if replayed is not None else None
+        self._is_whole = replayed is None
+        """Whether every sample of the nodes is read; a downsampled record has only the newest ones."""
         self._source = RunReader(run.dir, begin=begin) if source is None else source
         self._clock = clock
         self._total_bytes = 0
@@ -99,12 +101,13 @@ class LiveRun:
 
     @property
     def status(self) -> str:
-        """Status of the run, such as ``running``, ``stopping`` or ``failed``; ``lost``: its supervisor was killed."""
+        """Status of the run, such as ``running``, ``stopping`` or ``failed``; ``lost``: its supervisor was killed.
+
+        An end is known at once, also while the record before it is still read.
+        """
         if self.state.ended is not None:
             return self.state.ended.status
         status = state_of(self._status)
-        if status in ENDED and not self.caught_up:
-            return self.state.status  # the run's end is in the part of the record still to be read
         return self.state.status if status in ("queued", "starting") else status
 
     @property
@@ -135,7 +138,7 @@ class LiveRun:
     @property
     def record_gap(self) -> str:
         """Why the record is not whole, as its events tell and its lines show; empty where it is."""
-        count = self._source.damaged_lines + (self.over and self._source.has_torn_end)
+        count = self._source.damaged_lines + (self.over and self.caught_up and self._source.has_torn_end)
         damage = f"{count:,} line{'s' * (count != 1)} of it cannot be read: damaged, or cut off" if count else ""
         closed = [f"{name} cannot be read: {why}" for name, why in sorted(self._source.unreadable.items())]
         if len(closed) > 2:
@@ -218,7 +221,7 @@ class LiveRun:
             if size is not None:
                 times = self.log_times.get(name)
                 if times is None:
-                    times = self.log_times[name] = LogTimes(self.state.world_size)
+                    times = self.log_times[name] = LogTimes(self.state.world_size, whole=self._is_whole)
                 times.note(size, sample.time)
 
     def _check_status(self, now: float) -> None:

@@ -8,7 +8,7 @@ import pytest
 import synthetic
 from manual_clock import ManualClock
 
-from gputrain_tui.history.status_file import write_status
+from gputrain_tui.history.status_file import elapsed_of, write_status
 from gputrain_tui.lifecycle.live_run import LiveRun
 from trainer.contract.record import AnyEvent, Step
 from trainer.host.process_identity import identify
@@ -92,6 +92,21 @@ def test_the_read_share_is_reported_until_all_is_read(tmp_path: Path) -> None:
     live.poll()
     assert live.reading is None
     assert live.caught_up
+
+
+@pytest.mark.parametrize("status", ["finished", "stopped", "failed"])
+def test_an_end_is_known_before_the_record_is_read(tmp_path: Path, status: str) -> None:
+    run = synthetic.run(tmp_path, steps=2000, status=status, failed_rank=1 if status == "failed" else None)
+    live = LiveRun(run, clock=ManualClock(100.0, tick=1.0))
+    assert live.poll()
+    assert live.state.ended is None
+    assert (live.status, live.over, live.end_text) == (status, True, "ended")
+    assert live.elapsed_s == elapsed_of(run.status, 0)
+    assert live.record_gap == "", "a line that is not read whole yet is not damaged"
+    while live.poll():
+        assert live.status == status
+    assert (live.status, live.record_gap) == (status, "")
+    live.close()
 
 
 def test_a_run_whose_supervisor_was_killed_is_lost(tmp_path: Path) -> None:

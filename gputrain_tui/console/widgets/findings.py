@@ -151,12 +151,14 @@ def draw_findings(
     cursor: int = 0,
     opened: bool = False,
     focused: bool = False,
-    watching: bool = True,
+    none: str = "nothing to report: no rank stands out",
 ) -> list[Row]:
-    """Return the list as ``height`` rows of ``width`` cells; ``opened``: with details of the entry under the cursor."""
+    """Return the list as ``height`` rows of ``width`` cells, without entries the text ``none``.
+
+    ``opened``: with details of the entry under the cursor.
+    """
     if not entries:
-        text = "nothing to report: no rank stands out" if watching else "nothing was found"
-        return [title_row(width, [("findings", "title")]), *centred_text(width, height - 1, [text])]
+        return [title_row(width, [("findings", "title")]), *centred_text(width, height - 1, [none])]
     cleared = sum(entry.cleared for entry in entries)
     changes = sum(entry.key[0] == SHARES for entry in entries)
     left: Row = [("findings", "title"), (" ", "base"), (f"{len(entries) - cleared - changes:,}", "bright")]
@@ -334,13 +336,20 @@ class Findings(Panel, can_focus=True):
             len(state.findings),
             len(state.failures),
             self.live.over,
+            self.live.caught_up,
         )
 
     def draw(self, width: int, height: int) -> list[Row]:
         entries, cursor = self._entries()
-        watching = not self.live.over
+        none = "nothing was found" if self.live.over else "nothing to report: no rank stands out"
         return draw_findings(
-            entries, width, height, cursor=cursor, opened=self._opened, focused=self.has_focus, watching=watching
+            entries,
+            width,
+            height,
+            cursor=cursor,
+            opened=self._opened,
+            focused=self.has_focus,
+            none=none if self.live.caught_up else "",
         )
 
     def _entries(self) -> tuple[list[FindingEntry], int]:

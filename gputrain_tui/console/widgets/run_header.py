@@ -152,6 +152,8 @@ def _figures(head: RunHeading, width: int) -> Row:
     if not s.step:
         over = head.status in (*ENDED, "lost")
         text = "no step was measured" if over else "no step yet: ranks are joining" if head.joins else "no step yet"
+        if over and head.reading is not None:
+            return []
         return [(f" {printable(head.unmeasured or text)}", "dim")]
     total = f"{head.total:,}" if head.total else ""
     step = f"{s.step:,}".rjust(max(len(total), 5))
@@ -242,7 +244,7 @@ def heading(live: LiveRun) -> RunHeading:
         eta_s=state.eta_s,
         standstill=live.standstill,
         reading=live.reading,
-        condition=run_condition(state, live.status, live.standstill),
+        condition=run_condition(state, live.status, live.standstill) if live.caught_up else (),
         note=_note(live),
         joins=bool(state.missing),
         noise=noise_text(state.noise_scale),
