@@ -139,6 +139,14 @@ def test_the_findings_use_the_space_beside_the_table() -> None:
     assert set(placed) == set(PANELS)
 
 
+def test_the_findings_stand_below_a_table_of_few_lines_where_they_have_more_space() -> None:
+    placed = arrange(198, 52, PanelChoice(ranks=2, table_cells=130))
+    assert placed["ranks"].width == 198
+    assert placed["findings"].y > placed["ranks"].bottom
+    assert placed["findings"].width > 90
+    assert set(placed) == set(PANELS)
+
+
 def test_a_large_terminal_shows_everything_at_once() -> None:
     for ranks in (2, 16, 30, 1024):
         assert set(arrange(198, 57, PanelChoice(ranks=ranks))) == set(PANELS)

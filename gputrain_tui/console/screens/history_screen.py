@@ -116,6 +116,8 @@ class HistoryScreen(Page):
     def _show_card(self) -> None:
         card = self.query_one(RunCard)
         card.entry = self._table.entry
+        least_lines = 5  # for most runs, so that the list keeps its place
+        card.styles.height = max(least_lines, min(len(card.details(self.size.width - 2)), self.size.height // 3))
         card.redraw()
         self._preview(self.run_at_cursor)
         self.tick()

@@ -8,7 +8,16 @@ from math import nan
 
 from gputrain_tui import tables
 from gputrain_tui.console.widgets.canvas import Canvas, Heading, Listing
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, format_short, pad, title_row
+from gputrain_tui.console.widgets.drawing import (
+    EMPTY,
+    Row,
+    centred_text,
+    fit_row,
+    format_short,
+    pad,
+    title_row,
+    wrap_text,
+)
 from gputrain_tui.console.widgets.run_header import sign_of
 from gputrain_tui.console.widgets.table_columns import Column, fitting, number_column, text_column
 from gputrain_tui.history.comparison import MAX_RUNS, MIN_RUNS
@@ -228,15 +237,21 @@ class RunCard(Canvas):
     entry: Entry | None = None
 
     def draw(self, width: int, height: int) -> list[Row]:
+        return [fit_row(row, width) for row in self.details(width)[:height]]
+
+    def details(self, width: int) -> list[Row]:
+        """Return all details, the most important first; message and finding are wrapped."""
         entry = self.entry
         if entry is None:
             return []
         sign, role = sign_of(entry["state"], flagged=bool(entry["finding"]))
         rows: list[Row] = [title_row(width, [(printable(entry["id"]), "title"), (f"  {sign} {entry['state']}", role)])]
         if entry["message"]:
-            rows.append([(printable(entry["message"]), "error" if entry["state"] == "failed" else "bright")])
+            role = "error" if entry["state"] == "failed" else "bright"
+            rows += [[(line, role)] for line in wrap_text(printable(entry["message"]), width)]
         if entry["finding"]:
-            rows.append([(f"{entry['state']}, with {printable(entry['finding'])}", "warning")])
+            finding = f"{entry['state']}, with {printable(entry['finding'])}"
+            rows += [[(line, "warning")] for line in wrap_text(finding, width)]
         if entry["note"] or entry["tags"]:
             tags = [(f"[{printable(tag)}] ", "accent") for tag in entry["tags"] or ()]
             rows.append([("note     ", "dim"), *tags, (printable(entry["note"] or ""), "bright")])
@@ -246,4 +261,4 @@ class RunCard(Canvas):
         started, recipe = cell_text(entry, "started"), cell_text(entry, "recipe")
         rows.append([("started  ", "dim"), (started, "bright"), ("   recipe  ", "dim"), (recipe, "bright")])
         rows.append([("folder   ", "dim"), (printable(entry["run_dir"]), "dim")])
-        return [fit_row(row, width) for row in rows[:height]]
+        return rows
