@@ -48,7 +48,7 @@ def history() -> HistoryScreen:
 @pytest.mark.parametrize("width", [60, 78, 118, 198])
 def test_a_runs_line_fits(width: int, root: Path) -> None:
     entry = summarize(run_dir(root, "a-name-that-goes-on-and-on-and-on-for-ever"), now=T0)
-    assert len(row_text(draw_run(entry, width, columns_for(width, [entry]), number=1, opened=True))) == width
+    assert len(row_text(draw_run(entry, width, columns_for(width, [entry]), number=1))) == width
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
@@ -225,7 +225,8 @@ async def test_runs_are_sorted_and_filtered_by_the_titles_of_their_columns(three
         assert "1 of 3" in screen_text(app)
         await pilot.press(*" nosuch", "enter")
         await settle(pilot)
-        assert "None of 3 runs matches" in screen_text(app)
+        assert "No run matches 'state:failed nosuch'." in screen_text(app)
+        assert "esc clears the filter" in screen_text(app)
         await pilot.press("escape")
         assert len(listed()) == 3
 

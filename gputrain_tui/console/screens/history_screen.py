@@ -68,8 +68,6 @@ class HistoryScreen(Page):
             self.set_interval(2.0, self._list_if_current)
 
     def on_screen_resume(self) -> None:
-        live = self.console.live
-        self._table.opened = live.id if live is not None else None
         self._list_runs()
 
     def _list_if_current(self) -> None:

@@ -70,7 +70,7 @@ COLUMNS: tuple[Column[Entry], ...] = (
 """From left to right."""
 SPARSE = ("valid", "lr", "tokens", "tags", "metrics")
 """Columns that are left out if no run has a value."""
-BEFORE_CELLS = 18
+BEFORE_CELLS = 17
 """Cells of a line besides the run's id and the columns."""
 
 
@@ -90,15 +90,14 @@ def cell_text(entry: Entry, key: str) -> str:
     return EMPTY if value is None else column.form(value, column.width)
 
 
-def draw_run(entry: Entry, width: int, columns: Sequence[Column[Entry]], *, number: int | None, opened: bool) -> Row:
+def draw_run(entry: Entry, width: int, columns: Sequence[Column[Entry]], *, number: int | None) -> Row:
     """Return a run's line; ``number``: its index among the marked runs, None if it is not marked."""
     if entry["state"] == UNREADABLE:
-        text = f"     {UNREADABLE:<11}{printable(entry['id'])}  {printable(entry['message'])}"
+        text = f"    {UNREADABLE:<11}{printable(entry['id'])}  {printable(entry['message'])}"
         return fit_row([(text, "dim")], width)
     sign, role = sign_of(entry["state"], flagged=bool(entry["finding"]))
     row: Row = [
         (" ", "base") if number is None else (str(number + 1), f"curve-{number}"),
-        ("▸" if opened else " ", "accent"),
         (f" {sign} ", role),
         (f"{entry['state']:<10} ", role if role in ("error", "warning", "accent") else "dim"),
         (pad(printable(entry["id"]), _id_cells(width, columns)), "bright"),
@@ -118,7 +117,6 @@ class RunList(Listing[Entry]):
 
     marked: tuple[str, ...] = ()
     """Ids of the marked runs, in the order of marking."""
-    opened: str | None = None
     listed: Sequence[Entry] | None = None
     """All runs that are read, newest first; None before the first listing."""
     unread = 0
@@ -206,11 +204,11 @@ class RunList(Listing[Entry]):
             return [title]
         columns = self._columns_for(width)
         titles = "".join(f"  {column.aligned_title}" for column in columns)
-        return [title, [(f"     {'state':<11}{'run':<{max(_id_cells(width, columns), 0)}}{titles}", "dim")]]
+        return [title, [(f"    {'state':<11}{'run':<{max(_id_cells(width, columns), 0)}}{titles}", "dim")]]
 
     def row(self, line: Entry, width: int) -> Row:
         number = self.marked.index(line["id"]) if line["id"] in self.marked else None
-        return draw_run(line, width, self._columns_for(width), number=number, opened=line["id"] == self.opened)
+        return draw_run(line, width, self._columns_for(width), number=number)
 
     def _columns_for(self, width: int) -> list[Column[Entry]]:
         """Return the columns of a width; which have values is looked up once for each list, not for each line."""
@@ -222,8 +220,7 @@ class RunList(Listing[Entry]):
         if self.listed is None:
             lines = ["looking for runs"]
         elif self.listed:
-            none = f"None of {len(self.listed):,} runs matches {self.filter.text}"
-            lines = [none, "", "/ changes the filter, esc removes it."]
+            lines = [f"No run matches {self.filter.text!r}.", "", "esc clears the filter, / changes it."]
         else:
             lines = ["No run yet.", "", "d trains the demo: two processes on this CPU, half a minute, no download.",
                      "2 opens a recipe, or writes one for your script, a task or a torchrun command.",
