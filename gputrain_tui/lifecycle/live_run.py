@@ -81,6 +81,7 @@ class LiveRun:
         self._read_bytes = 0
         self._status: Status = run.status
         self._status_at = float("-inf")
+        self._is_deleted = False
         self._revision = 0
         self._steps = StepWatch()
         self.log_times: dict[str, LogTimes] = {}
@@ -103,8 +104,10 @@ class LiveRun:
     def status(self) -> str:
         """Status of the run, such as ``running``, ``stopping`` or ``failed``; ``lost``: its supervisor was killed.
 
-        An end is known at once, also while the record before it is still read.
+        ``deleted``: its directory is gone. An end is known at once, also while the record before it is still read.
         """
+        if self._is_deleted:
+            return "deleted"
         if self.state.ended is not None:
             return self.state.ended.status
         status = state_of(self._status)
@@ -113,17 +116,17 @@ class LiveRun:
     @property
     def end_text(self) -> str:
         """State of a rank that recorded no end, once the run is over; empty while it goes on."""
-        return "" if not self.over else "unknown" if self.status == "lost" else "ended"
+        return "" if not self.over else "ended" if self.status in ENDED else "unknown"
 
     @property
     def over(self) -> bool:
-        """Whether the run has ended or is lost: its record does not grow any more."""
-        return self.status in ENDED or self.status == "lost"
+        """Whether the run has ended, is lost or was deleted: its record does not grow any more."""
+        return self.status in (*ENDED, "lost", "deleted")
 
     @property
     def can_resume(self) -> bool:
         """Whether the run ended early and left a checkpoint; a script's own ones are not in the record."""
-        if not self.over or self.status == "finished" or self._status.archived is not None:
+        if not self.over or self.status in ("finished", "deleted") or self._status.archived is not None:
             return False
         saved = reversed(self.state.checkpoints)
         if remote_node(self.run.dir, 0) is not None:  # its files are on that host
@@ -229,7 +232,11 @@ class LiveRun:
             return
         self._status_at = now
         status = read_status(self.run.dir)
-        if status is None and self._status.by_hand:
+        is_deleted = status is None and _is_gone(self.run.dir.path)
+        if is_deleted != self._is_deleted:
+            self._is_deleted = is_deleted
+            self._revision += 1
+        if status is None and not is_deleted and self._status.by_hand:
             status = as_recorded(self.run.dir, self._status)
         if status is not None and status != self._status:
             self._status = status
@@ -251,6 +258,13 @@ def _plan(run: Run) -> Plan | None:
     with suppress(RecordError):
         return read_plan(run.dir)
     return None
+
+
+def _is_gone(path: Path) -> bool:
+    try:
+        return not path.is_dir()
+    except OSError:
+        return False  # an error of a network file system, which may recover
 
 
 def _size(run: Run) -> int:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import synthetic
+from manual_clock import ManualClock
 from screen_frames import console, played, press, rows, settle
-from screens_at_rest import toasts
+from screens_at_rest import settle as at_rest, toasts
 from textual.events import Click, Key
 
 from gputrain_tui.console.app import GputrainApp, Palette
 from gputrain_tui.console.screens.compare_screen import CompareScreen
-from gputrain_tui.console.screens.confirm import Confirm
+from gputrain_tui.console.screens.confirm import LEAST_KEY_GAP_S, Confirm
 from gputrain_tui.console.screens.run_screen import RunScreen
 from gputrain_tui.console.widgets.rank_grid import RankGrid
 from gputrain_tui.history.run_folders import list_runs
@@ -121,6 +122,32 @@ async def test_opening_another_run_lets_go_of_the_first(home: Path) -> None:
         await app.open_run(one)
         await settle(pilot)
         assert "one" in rows(app)[0]
+
+
+@played
+async def test_the_screen_of_a_run_that_was_deleted_says_so(home: Path) -> None:
+    run = synthetic.run(home / "runs", steps=60, status="failed", failed_rank=1)
+    clock = ManualClock(100.0)
+    app = GputrainApp(run, clocked=False, follow=lambda found: LiveRun(found, clock=clock))
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await settle(pilot)
+        assert "failed" in rows(app)[0]
+        await pilot.press("4")
+        await at_rest(pilot)
+        await pilot.press("x")
+        await pilot.pause(LEAST_KEY_GAP_S)
+        await pilot.press("y")
+        await at_rest(pilot)
+        assert list_runs() == []
+        clock.seconds += 60
+        await press(pilot, "3")
+        assert rows(app)[0].startswith(" × deleted   demo")
+        assert "this run was deleted" in rows(app)[1]
+        assert not any("failed at step" in row for row in rows(app))
+        await press(pilot, "S")
+        assert toasts(app)[-1] == f"{run.id} was deleted"
+        await press(pilot, "K", "escape", "r", "e", "o", "f", "C")
+        assert app.is_running
 
 
 @played

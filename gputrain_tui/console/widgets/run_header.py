@@ -55,6 +55,7 @@ STATUS_SIGNS: dict[str, tuple[str, str]] = {
     "stopped": ("■", "bright"),
     "failed": ("✗", "error"),
     "lost": ("?", "warning"),
+    "deleted": ("×", "warning"),
 }
 
 
@@ -146,6 +147,8 @@ def _names(head: RunHeading, width: int) -> Row:
 def _figures(head: RunHeading, width: int) -> Row:
     """Return the progress bar and the figures; if they do not fit, the least important ones are dropped."""
     s, tested = head.summary, head.tested
+    if head.status == "deleted":
+        return [(" this run was deleted; below is what was read of it before", "warning")]
     if not s.step and tested is not None:
         shown = evaluation(of_weights(tested.weights_step or 0), tested.loss, tested.metrics)
         return [(f" {tested.split} ", "dim"), (printable(shown), "title")]
