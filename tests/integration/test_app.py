@@ -14,6 +14,7 @@ from screens_at_rest import settle as at_rest, toasts
 from textual.events import Click, Key
 
 from gputrain_tui.console.app import GputrainApp, Palette
+from gputrain_tui.console.entry import going_on
 from gputrain_tui.console.screens.compare_screen import CompareScreen
 from gputrain_tui.console.screens.confirm import LEAST_KEY_GAP_S, Confirm
 from gputrain_tui.console.screens.run_screen import RunScreen
@@ -375,6 +376,18 @@ def test_the_console_without_a_terminal_is_one_line() -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("gputrain: the console needs a terminal")
+
+
+@pytest.mark.parametrize(
+    ("names", "line"),
+    [
+        (["a"], "1 run goes on: a (`gputrain attach a`, `gputrain stop a`)"),
+        (["a", "b"], "2 runs go on: a, b (`gputrain attach RUN`, `gputrain stop RUN`)"),
+        (list("abcde"), "5 runs go on: a, b, c and 2 more (`gputrain attach RUN`, `gputrain stop RUN`)"),
+    ],
+)
+def test_the_line_about_runs_that_go_on_names_them_and_the_commands(names: list[str], line: str) -> None:
+    assert going_on(names) == line
 
 
 def test_attaching_to_a_missing_run_is_one_line() -> None:
