@@ -180,14 +180,17 @@ def _figures(head: RunHeading, width: int) -> Row:
         rate, unit = s.rate
         fields.append((3, [(_rate(rate), "bright"), (f" {unit}", "dim")]))
         if s.tokens_per_s:
-            fields.append((9, [(_rate(s.tokens_per_s), "bright"), (" tokens/s", "dim")]))
+            fields.append((10, [(_rate(s.tokens_per_s), "bright"), (" tokens/s", "dim")]))
         if s.mfu is not None:
-            fields.append((8, [("MFU ", "dim"), (f"{s.mfu:.1%}".rjust(5), "bright")]))
+            fields.append((9, [("MFU ", "dim"), (f"{s.mfu:.1%}".rjust(5), "bright")]))
         fields.append((6, [("compute ", "dim"), (_percent(s.compute_share), "bright")]))
         if head.world_size > 1:
             fields.append((4, [("sync wait ", "dim"), (_percent(s.sync_share), "bright")]))
+        if s.compute_share is not None:
+            shown = round(100 * s.compute_share) + round(100 * (s.sync_share or 0.0))  # so that the three add up
+            fields.append((8, [("rest ", "dim"), (_percent(max(100 - shown, 0) / 100), "bright")]))
     if head.noise:
-        fields.append((10, [("noise scale ", "dim"), (head.noise.partition(":")[0], "bright")]))
+        fields.append((11, [("noise scale ", "dim"), (head.noise.partition(":")[0], "bright")]))
     progress = min(s.step / head.total, 1.0) if head.total else None
     least_bar_cells, most_bar_cells = 8, 48
     bar_cells = 0 if progress is None else least_bar_cells + 8
