@@ -187,8 +187,8 @@ def _figures(head: RunHeading, width: int) -> Row:
         if head.world_size > 1:
             fields.append((4, [("sync wait ", "dim"), (_percent(s.sync_share), "bright")]))
         if s.compute_share is not None:
-            shown = round(100 * s.compute_share) + round(100 * (s.sync_share or 0.0))  # so that the three add up
-            fields.append((8, [("rest ", "dim"), (_percent(max(100 - shown, 0) / 100), "bright")]))
+            others = round(100 * s.compute_share) + round(100 * (s.sync_share or 0.0))  # as shown, so that all add up
+            fields.append((8, [("rest ", "dim"), (_percent(max(100 - others, 0) / 100), "bright")]))
     if head.noise:
         fields.append((11, [("noise scale ", "dim"), (head.noise.partition(":")[0], "bright")]))
     progress = min(s.step / head.total, 1.0) if head.total else None
