@@ -244,6 +244,19 @@ async def test_a_filter_that_is_not_understood_stays_in_the_line(three_runs: lis
 
 
 @in_loop
+async def test_the_reason_why_a_filter_is_wrong_does_not_cover_it(three_runs: list[Run]) -> None:
+    app = quiet_app()
+    async with app.run_test(size=(80, 24), notifications=True) as pilot:
+        await open_screen(pilot, history())
+        await pilot.press("slash", *"lss<2", "enter")
+        await settle(pilot)
+        (toast,) = app.screen.query("Toast")
+        line = app.screen.query_one("#editor")
+        assert line.region.height == 1
+        assert not toast.region.overlaps(line.region)
+
+
+@in_loop
 async def test_a_note_and_tags_are_written_to_the_run_under_the_cursor(three_runs: list[Run]) -> None:
     app = quiet_app()
     async with app.run_test(size=(120, 40)) as pilot:
