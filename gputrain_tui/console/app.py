@@ -22,7 +22,7 @@ from textual import events
 from textual.app import SystemCommand
 from textual.await_complete import AwaitComplete
 from textual.binding import BindingType
-from textual.command import CommandPalette
+from textual.command import CommandList, CommandPalette
 from textual.driver import Driver
 from textual.geometry import Region
 from textual.screen import ModalScreen, Screen
@@ -59,7 +59,12 @@ def _screen(module: str, name: str) -> Screen[Any]:
 
 
 class Palette(CommandPalette):
-    """Command palette that tolerates clicks outside the screen, sent before the terminal became smaller."""
+    """Command palette that tolerates clicks outside the screen, sent before the terminal became smaller, and no lines."""
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Return whether an action is enabled: one that moves by lines of the list only if any of it is visible."""
+        has_lines = all(commands.scrollable_content_region for commands in self.query(CommandList))
+        return super().check_action(action, parameters) if action != "command_list" or has_lines else False
 
     def get_widget_at(self, x: int, y: int) -> tuple[Widget, Region]:
         return super().get_widget_at(min(x, self.size.width - 1), min(y, self.size.height - 1))

@@ -208,6 +208,20 @@ async def test_a_colon_opens_the_palette(home: Path) -> None:
         assert isinstance(app.screen, Palette)
 
 
+@pytest.mark.parametrize("size", [(3, 3), (80, 1), (1, 24), (20, 2)])
+@played
+async def test_a_palette_in_a_tiny_terminal_takes_every_key(size: tuple[int, int], home: Path) -> None:
+    app = console(synthetic.run(home / "runs", steps=5))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        await press(pilot, "colon", *"rank")
+        await pilot.pause()
+        await pilot.resize_terminal(*size)
+        await pilot.pause()
+        await press(pilot, "down", "pagedown", "pageup", "ctrl+end", "ctrl+home", "up", "escape")
+        assert app.is_running
+
+
 @pytest.mark.parametrize(
     ("keys", "notice"), [("", "q leaves the console"), ("slash", "esc, then q leaves the console")]
 )
