@@ -24,6 +24,7 @@ from textual.await_complete import AwaitComplete
 from textual.binding import BindingType
 from textual.command import CommandList, CommandPalette
 from textual.driver import Driver
+from textual.errors import NoWidget
 from textual.geometry import Region
 from textual.screen import ModalScreen, Screen
 from textual.widget import AwaitMount, Widget
@@ -67,7 +68,10 @@ class Palette(CommandPalette):
         return super().check_action(action, parameters) if action != "command_list" or has_lines else False
 
     def get_widget_at(self, x: int, y: int) -> tuple[Widget, Region]:
-        return super().get_widget_at(min(x, self.size.width - 1), min(y, self.size.height - 1))
+        try:
+            return super().get_widget_at(min(x, self.size.width - 1), min(y, self.size.height - 1))
+        except NoWidget:  # a click that comes before the palette has its layout in a terminal that became larger
+            return self.app.screen_stack[0], Region()
 
 
 class GputrainApp(OrderedKeys):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import subprocess
@@ -11,7 +12,8 @@ import synthetic
 from manual_clock import ManualClock
 from screen_frames import console, played, press, rows, settle
 from screens_at_rest import settle as at_rest, toasts
-from textual.events import Click, Key
+from textual.events import Click, Key, Resize
+from textual.geometry import Size
 
 from gputrain_tui.console.app import GputrainApp, Palette
 from gputrain_tui.console.entry import going_on
@@ -315,6 +317,24 @@ async def test_a_click_from_before_the_terminal_became_smaller_is_taken_calmly(h
         await pilot.pause()
         assert app.is_running
         assert app.screen is palette
+
+
+@played
+async def test_a_click_before_the_layout_of_a_terminal_that_became_larger_is_taken_calmly(home: Path) -> None:
+    app = console(synthetic.run(home / "runs", steps=5))
+    async with app.run_test(size=(20, 5)) as pilot:
+        await settle(pilot)
+        await press(pilot, "ctrl+p")
+        palette = app.screen
+        for turns in range(6):  # of the loop, in one of which the size is new and the layout is not
+            app.post_message(Resize(Size(80, 24), Size(80, 24)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            palette.post_message(Click(palette, 10, 14, 0, 0, 1, False, False, False, 10, 14))
+            await pilot.pause()
+            assert app.is_running
+            assert app.screen is palette
+            await pilot.resize_terminal(20, 5)
 
 
 @played
