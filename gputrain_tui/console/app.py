@@ -60,7 +60,7 @@ def _screen(module: str, name: str) -> Screen[Any]:
 
 
 class Palette(CommandPalette):
-    """Command palette that tolerates clicks outside the screen, sent before the terminal became smaller, and no lines."""
+    """Command palette that tolerates clicks from before a change of the terminal's size, and a list without lines."""
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return whether an action is enabled: one that moves by lines of the list only if any of it is visible."""
