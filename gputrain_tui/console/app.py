@@ -22,8 +22,9 @@ from textual import events
 from textual.app import SystemCommand
 from textual.await_complete import AwaitComplete
 from textual.binding import BindingType
-from textual.command import CommandPalette
+from textual.command import CommandList, CommandPalette
 from textual.driver import Driver
+from textual.errors import NoWidget
 from textual.geometry import Region
 from textual.screen import ModalScreen, Screen
 from textual.widget import AwaitMount, Widget
@@ -59,10 +60,18 @@ def _screen(module: str, name: str) -> Screen[Any]:
 
 
 class Palette(CommandPalette):
-    """Command palette that tolerates clicks outside the screen, sent before the terminal became smaller."""
+    """Command palette that tolerates clicks from before a change of the terminal's size, and a list without lines."""
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Return whether an action is enabled: one that moves by lines of the list only if any of it is visible."""
+        has_lines = all(commands.scrollable_content_region for commands in self.query(CommandList))
+        return super().check_action(action, parameters) if action != "command_list" or has_lines else False
 
     def get_widget_at(self, x: int, y: int) -> tuple[Widget, Region]:
-        return super().get_widget_at(min(x, self.size.width - 1), min(y, self.size.height - 1))
+        try:
+            return super().get_widget_at(min(x, self.size.width - 1), min(y, self.size.height - 1))
+        except NoWidget:  # a click that comes before the palette has its layout in a terminal that became larger
+            return self.app.screen_stack[0], Region()
 
 
 class GputrainApp(OrderedKeys):

@@ -11,15 +11,18 @@ import os
 import sys
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gputrain_tui.arguments import FlagParser
-from trainer.contract.errors import ExitCode, RequestError, quoted
+from gputrain_tui.output import log_line
+from trainer.contract.errors import ExitCode, RequestError, printable, quoted
 
 if TYPE_CHECKING:
     from gputrain_tui.history.run_folders import Run
     from gputrain_tui.hosts.hostfile import HostEntry
+    from gputrain_tui.lifecycle.live_run import LiveRun
 
 TEXTUAL_FPS = "TEXTUAL_FPS"
 """Environment variable of Textual's frame rate, a whole number of repaints per second."""
@@ -61,8 +64,9 @@ def show(run: Run | None, *, fps: float | None, hostfile: str | None = None) -> 
     at once after keys; ``hostfile``: file that names hosts to show besides this machine.
 
     Raises:
-        RequestError: there is no terminal, or the hostfile is wrong.
+        RequestError: there is no terminal that can show it, or the hostfile is wrong.
     """
+    _require_terminal()
     hosts: tuple[HostEntry, ...] = ()
     if hostfile is not None:
         from gputrain_tui.hosts.hostfile import read_hostfile
@@ -78,12 +82,41 @@ def show(run: Run | None, *, fps: float | None, hostfile: str | None = None) -> 
         os.environ[TEXTUAL_FPS] = before
     else:
         os.environ.pop(TEXTUAL_FPS, None)
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise RequestError("the console needs a terminal; `gputrain --help` lists the commands that do not")
     app = GputrainApp(run, fps=fps, hosts=hosts)
     with captured_stderr():
         app.run()
-    if (live := app.live) is not None and not live.over:
-        advice = "`gputrain attach` shows it again, `gputrain stop` ends it"
-        print(f"{live.id} has not ended: {advice}", file=sys.stderr)
+    if names := _going(app.live):
+        log_line(going_on(names))
     return app.return_code if app.return_code is not None else ExitCode.FINISHED
+
+
+def _require_terminal() -> None:
+    is_dumb = os.environ.get("TERM") == "dumb"
+    if is_dumb or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        needed = "a terminal that it can draw on, not TERM=dumb" if is_dumb else "a terminal"
+        others = "`gputrain run RECIPE`, `gputrain runs` and `gputrain report RUN` print lines"
+        raise RequestError(f"the console needs {needed}; {others}, `gputrain --help` lists all commands")
+
+
+def _going(live: LiveRun | None) -> list[str]:
+    """Return the newest runs that have not ended, by name, and the one on the screen by its path if it is elsewhere."""
+    from gputrain_tui.history.run_folders import list_runs
+    from gputrain_tui.history.status_file import ENDED
+    from gputrain_tui.shell_words import shell_quoted
+
+    runs: list[Run] = []
+    with suppress(RequestError):  # their folder cannot be read
+        runs = list_runs()
+    names = [run.id for run in runs if run.state not in (*ENDED, "lost")]
+    if live is not None and not live.over and live.id not in names:
+        names.append(shell_quoted(str(live.run.dir.path)))
+    return names
+
+
+def going_on(names: Sequence[str]) -> str:
+    """Return the line about the runs that go on after the console is closed, with the commands for them."""
+    most = 3
+    shown = ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+    run = names[0] if len(names) == 1 else "RUN"
+    count = "1 run goes on" if len(names) == 1 else f"{len(names):,} runs go on"
+    return printable(f"{count}: {shown} (`gputrain attach {run}`, `gputrain stop {run}`)")

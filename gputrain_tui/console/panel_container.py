@@ -129,10 +129,10 @@ def _large(area: Region, choice: PanelChoice, *, wide: bool) -> dict[str, Region
 def _table_above_charts(area: Region, choice: PanelChoice) -> dict[str, Region]:
     """Return the table above all other panels; a wide area has the findings beside it."""
     top, rest = area.split_horizontal(_table_height(area, choice, share=0.34))
-    findings_cells = 48  # fewest cells of the findings beside the table
+    findings_cells, findings_lines = 48, 8  # fewest cells and lines of the findings beside the table
     if not choice.rendezvous:
         table, findings = top, None
-        if 0 < choice.table_cells <= area.width - GAP_CELLS - findings_cells and top.height >= LEAST_LIST_LINES:
+        if 0 < choice.table_cells <= area.width - GAP_CELLS - findings_cells and top.height >= findings_lines:
             table, beside = top.split_vertical(max(choice.table_cells, area.width - GAP_CELLS - 2 * findings_cells))
             findings = Region(beside.x + GAP_CELLS, beside.y, beside.width - GAP_CELLS, beside.height)
         return {"ranks": table, **_panels_below_table(rest, choice, findings)}

@@ -15,13 +15,15 @@ MIN_TIMES = 256
 class LogTimes:
     """Sizes of one log file and the times at which they were first known."""
 
-    def __init__(self, ranks: int = 1) -> None:
+    def __init__(self, ranks: int = 1, *, whole: bool = True) -> None:
+        """Note no time yet; ``whole``: whether they are noted from the run's start, else the lines before have none."""
         # Maximum number of known times of all ranks together: 8 MiB, 8 minutes of 1,024 ranks that print in every
         # second.
         times = 1 << 19
         self._most = max(times // max(ranks, 1), MIN_TIMES)
         self._sizes = array("q")
         self._times = array("d")
+        self._whole = whole
         self._forgotten = 0
         """Size up to which times are forgotten."""
 
@@ -33,6 +35,8 @@ class LogTimes:
         """Note the file's size at a time, Unix seconds."""
         if size <= self.last:
             return
+        if not self._sizes and not self._whole:
+            self._forgotten = size
         self._sizes.append(size)
         self._times.append(time)
         if len(self._sizes) > self._most:

@@ -73,12 +73,15 @@ class LiveRun:
         """Whether the whole record was read once; until then the state is a past one."""
         replayed = replay(run.dir, recorded, newest=self.state.world_size) if source is None else None
         begin = replayed.begin if replayed is not None else None
+        self._is_whole = replayed is None
+        """Whether every sample of the nodes is read; a downsampled record has only the newest ones."""
         self._source = RunReader(run.dir, begin=begin) if source is None else source
         self._clock = clock
         self._total_bytes = 0
         self._read_bytes = 0
         self._status: Status = run.status
         self._status_at = float("-inf")
+        self._is_deleted = False
         self._revision = 0
         self._steps = StepWatch()
         self.log_times: dict[str, LogTimes] = {}
@@ -99,28 +102,31 @@ class LiveRun:
 
     @property
     def status(self) -> str:
-        """Status of the run, such as ``running``, ``stopping`` or ``failed``; ``lost``: its supervisor was killed."""
+        """Status of the run, such as ``running``, ``stopping`` or ``failed``; ``lost``: its supervisor was killed.
+
+        ``deleted``: its directory is gone. An end is known at once, also while the record before it is still read.
+        """
+        if self._is_deleted:
+            return "deleted"
         if self.state.ended is not None:
             return self.state.ended.status
         status = state_of(self._status)
-        if status in ENDED and not self.caught_up:
-            return self.state.status  # the run's end is in the part of the record still to be read
         return self.state.status if status in ("queued", "starting") else status
 
     @property
     def end_text(self) -> str:
         """State of a rank that recorded no end, once the run is over; empty while it goes on."""
-        return "" if not self.over else "unknown" if self.status == "lost" else "ended"
+        return "" if not self.over else "ended" if self.status in ENDED else "unknown"
 
     @property
     def over(self) -> bool:
-        """Whether the run has ended or is lost: its record does not grow any more."""
-        return self.status in ENDED or self.status == "lost"
+        """Whether the run has ended, is lost or was deleted: its record does not grow any more."""
+        return self.status in (*ENDED, "lost", "deleted")
 
     @property
     def can_resume(self) -> bool:
         """Whether the run ended early and left a checkpoint; a script's own ones are not in the record."""
-        if not self.over or self.status == "finished" or self._status.archived is not None:
+        if not self.over or self.status in ("finished", "deleted") or self._status.archived is not None:
             return False
         saved = reversed(self.state.checkpoints)
         if remote_node(self.run.dir, 0) is not None:  # its files are on that host
@@ -135,7 +141,7 @@ class LiveRun:
     @property
     def record_gap(self) -> str:
         """Why the record is not whole, as its events tell and its lines show; empty where it is."""
-        count = self._source.damaged_lines + (self.over and self._source.has_torn_end)
+        count = self._source.damaged_lines + (self.over and self.caught_up and self._source.has_torn_end)
         damage = f"{count:,} line{'s' * (count != 1)} of it cannot be read: damaged, or cut off" if count else ""
         closed = [f"{name} cannot be read: {why}" for name, why in sorted(self._source.unreadable.items())]
         if len(closed) > 2:
@@ -218,7 +224,7 @@ class LiveRun:
             if size is not None:
                 times = self.log_times.get(name)
                 if times is None:
-                    times = self.log_times[name] = LogTimes(self.state.world_size)
+                    times = self.log_times[name] = LogTimes(self.state.world_size, whole=self._is_whole)
                 times.note(size, sample.time)
 
     def _check_status(self, now: float) -> None:
@@ -226,7 +232,11 @@ class LiveRun:
             return
         self._status_at = now
         status = read_status(self.run.dir)
-        if status is None and self._status.by_hand:
+        is_deleted = status is None and _is_gone(self.run.dir.path)
+        if is_deleted != self._is_deleted:
+            self._is_deleted = is_deleted
+            self._revision += 1
+        if status is None and not is_deleted and self._status.by_hand:
             status = as_recorded(self.run.dir, self._status)
         if status is not None and status != self._status:
             self._status = status
@@ -248,6 +258,13 @@ def _plan(run: Run) -> Plan | None:
     with suppress(RecordError):
         return read_plan(run.dir)
     return None
+
+
+def _is_gone(path: Path) -> bool:
+    try:
+        return not path.is_dir()
+    except OSError:
+        return False  # an error of a network file system, which may recover
 
 
 def _size(run: Run) -> int:

@@ -249,7 +249,7 @@ def test_an_unreadable_run_is_dim_in_both_lists(template: Path) -> None:
         title, whole, line = report(entries, colour=True).splitlines()
         assert line.startswith("\x1b[2m") == line.endswith(f"{text}\x1b[0m") is True
         assert "\x1b" not in title + whole
-        row = draw_run(entries[1], 100, columns_for(100, entries), number=None, opened=False)
+        row = draw_run(entries[1], 100, columns_for(100, entries), number=None)
         assert {role for output, role in row if output.strip()} == {"dim"}
         assert run in "".join(output for output, _ in row)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import subprocess
@@ -8,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import synthetic
+from manual_clock import ManualClock
 from screen_frames import console, played, press, rows, settle
-from screens_at_rest import toasts
-from textual.events import Click, Key
+from screens_at_rest import settle as at_rest, toasts
+from textual.events import Click, Key, Resize
+from textual.geometry import Size
 
 from gputrain_tui.console.app import GputrainApp, Palette
+from gputrain_tui.console.entry import going_on
 from gputrain_tui.console.screens.compare_screen import CompareScreen
-from gputrain_tui.console.screens.confirm import Confirm
+from gputrain_tui.console.screens.confirm import LEAST_KEY_GAP_S, Confirm
 from gputrain_tui.console.screens.run_screen import RunScreen
 from gputrain_tui.console.widgets.rank_grid import RankGrid
 from gputrain_tui.history.run_folders import list_runs
@@ -124,6 +128,32 @@ async def test_opening_another_run_lets_go_of_the_first(home: Path) -> None:
 
 
 @played
+async def test_the_screen_of_a_run_that_was_deleted_says_so(home: Path) -> None:
+    run = synthetic.run(home / "runs", steps=60, status="failed", failed_rank=1)
+    clock = ManualClock(100.0)
+    app = GputrainApp(run, clocked=False, follow=lambda found: LiveRun(found, clock=clock))
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
+        await settle(pilot)
+        assert "failed" in rows(app)[0]
+        await pilot.press("4")
+        await at_rest(pilot)
+        await pilot.press("x")
+        await pilot.pause(LEAST_KEY_GAP_S)
+        await pilot.press("y")
+        await at_rest(pilot)
+        assert list_runs() == []
+        clock.seconds += 60
+        await press(pilot, "3")
+        assert rows(app)[0].startswith(" × deleted   demo")
+        assert "this run was deleted" in rows(app)[1]
+        assert not any("failed at step" in row for row in rows(app))
+        await press(pilot, "S")
+        assert toasts(app)[-1] == f"{run.id} was deleted"
+        await press(pilot, "K", "escape", "r", "e", "o", "f", "C")
+        assert app.is_running
+
+
+@played
 async def test_the_palette_has_the_actions_of_the_screen(home: Path) -> None:
     app = console(synthetic.run(home / "runs", steps=5))
     async with app.run_test(size=(80, 24)) as pilot:
@@ -178,6 +208,20 @@ async def test_a_colon_opens_the_palette(home: Path) -> None:
         await settle(pilot)
         await press(pilot, "colon")
         assert isinstance(app.screen, Palette)
+
+
+@pytest.mark.parametrize("size", [(3, 3), (80, 1), (1, 24), (20, 2)])
+@played
+async def test_a_palette_in_a_tiny_terminal_takes_every_key(size: tuple[int, int], home: Path) -> None:
+    app = console(synthetic.run(home / "runs", steps=5))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await settle(pilot)
+        await press(pilot, "colon", *"rank")
+        await pilot.pause()
+        await pilot.resize_terminal(*size)
+        await pilot.pause()
+        await press(pilot, "down", "pagedown", "pageup", "ctrl+end", "ctrl+home", "up", "escape")
+        assert app.is_running
 
 
 @pytest.mark.parametrize(
@@ -276,6 +320,24 @@ async def test_a_click_from_before_the_terminal_became_smaller_is_taken_calmly(h
 
 
 @played
+async def test_a_click_before_the_layout_of_a_terminal_that_became_larger_is_taken_calmly(home: Path) -> None:
+    app = console(synthetic.run(home / "runs", steps=5))
+    async with app.run_test(size=(20, 5)) as pilot:
+        await settle(pilot)
+        await press(pilot, "ctrl+p")
+        palette = app.screen
+        for turns in range(6):  # of the loop, in one of which the size is new and the layout is not
+            app.post_message(Resize(Size(80, 24), Size(80, 24)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            palette.post_message(Click(palette, 10, 14, 0, 0, 1, False, False, False, 10, 14))
+            await pilot.pause()
+            assert app.is_running
+            assert app.screen is palette
+            await pilot.resize_terminal(20, 5)
+
+
+@played
 async def test_a_theme_is_kept_for_the_next_start() -> None:
     app = console(None)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -348,6 +410,18 @@ def test_the_console_without_a_terminal_is_one_line() -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("gputrain: the console needs a terminal")
+
+
+@pytest.mark.parametrize(
+    ("names", "line"),
+    [
+        (["a"], "1 run goes on: a (`gputrain attach a`, `gputrain stop a`)"),
+        (["a", "b"], "2 runs go on: a, b (`gputrain attach RUN`, `gputrain stop RUN`)"),
+        (list("abcde"), "5 runs go on: a, b, c and 2 more (`gputrain attach RUN`, `gputrain stop RUN`)"),
+    ],
+)
+def test_the_line_about_runs_that_go_on_names_them_and_the_commands(names: list[str], line: str) -> None:
+    assert going_on(names) == line
 
 
 def test_attaching_to_a_missing_run_is_one_line() -> None:

@@ -42,6 +42,19 @@ async def test_the_pages_after_the_keys_are_the_topics_with_that_of_the_screen_f
         assert not app.screen.query("#help")
 
 
+@pytest.mark.parametrize("size", [(3, 3), (1, 1), (20, 5)])
+@played
+async def test_pages_are_turned_in_a_tiny_terminal(size: tuple[int, int], folder: Path) -> None:
+    app = console(synthetic.run(folder / "runs", steps=5))
+    async with app.run_test(size=size) as pilot:
+        await settle(pilot)
+        await press(pilot, "question_mark", "right", "right", "left")
+        assert title(app) == "help: numbers"
+        await pilot.resize_terminal(80, 24)
+        await settle(pilot)
+        assert any("own clock" in row for row in rows(app))
+
+
 @played
 async def test_with_the_findings_focused_the_topic_is_about_findings(folder: Path) -> None:
     app = console(synthetic.run(folder / "runs", name="bert", nodes=2, ranks_per_node=8, steps=120, straggler=5))

@@ -48,7 +48,7 @@ def history() -> HistoryScreen:
 @pytest.mark.parametrize("width", [60, 78, 118, 198])
 def test_a_runs_line_fits(width: int, root: Path) -> None:
     entry = summarize(run_dir(root, "a-name-that-goes-on-and-on-and-on-for-ever"), now=T0)
-    assert len(row_text(draw_run(entry, width, columns_for(width, [entry]), number=1, opened=True))) == width
+    assert len(row_text(draw_run(entry, width, columns_for(width, [entry]), number=1))) == width
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
@@ -225,7 +225,8 @@ async def test_runs_are_sorted_and_filtered_by_the_titles_of_their_columns(three
         assert "1 of 3" in screen_text(app)
         await pilot.press(*" nosuch", "enter")
         await settle(pilot)
-        assert "None of 3 runs matches" in screen_text(app)
+        assert "No run matches 'state:failed nosuch'." in screen_text(app)
+        assert "esc clears the filter" in screen_text(app)
         await pilot.press("escape")
         assert len(listed()) == 3
 
@@ -240,6 +241,19 @@ async def test_a_filter_that_is_not_understood_stays_in_the_line(three_runs: lis
         await pilot.press("slash", *"lss<2", "enter")
         assert notices == ["filter 'lss<2': no column 'lss'; did you mean 'loss'?"]
         assert app.focused is app.screen.query_one("#editor")
+
+
+@in_loop
+async def test_the_reason_why_a_filter_is_wrong_does_not_cover_it(three_runs: list[Run]) -> None:
+    app = quiet_app()
+    async with app.run_test(size=(80, 24), notifications=True) as pilot:
+        await open_screen(pilot, history())
+        await pilot.press("slash", *"lss<2", "enter")
+        await settle(pilot)
+        (toast,) = app.screen.query("Toast")
+        line = app.screen.query_one("#editor")
+        assert line.region.height == 1
+        assert not toast.region.overlaps(line.region)
 
 
 @in_loop

@@ -125,7 +125,8 @@ async def test_an_error_blocks_the_launch_with_its_line() -> None:
         await pilot.press("L")
         await settle(pilot)
         assert app.place == "launch"
-        assert any("nowhere.bin does not exist" in text for text in toasts(app))
+        assert toasts(app) == ["not launched: 1 error"]
+        assert "nowhere.bin does not exist" in screen_text(app)
         assert list_runs() == []
 
 
@@ -138,10 +139,29 @@ async def test_the_notice_of_a_refused_launch_covers_neither_the_preflight_nor_t
         await pilot.press("L")
         await settle(pilot)
         after = screen_text(app).splitlines()
-        assert any("nowhere.bin does not exist" in text for text in toasts(app))
+        assert toasts(app) == ["not launched: 1 error"]
         assert "✗ 1 error" in before[0]
         assert after[preflight.y : preflight.bottom] == before
         assert any("! data" in row for row in after)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
+@pytest.mark.parametrize("text", ["saved tiny.toml", "a long reason " * 30, "one\ntwo\nthree"])
+@in_loop
+async def test_a_notice_covers_no_part_of_the_page_and_is_whole(size: tuple[int, int], text: str) -> None:
+    async with open_launch_screen(size=size) as (app, pilot, screen):
+        before = screen.query_one("#workspace").region
+        app.report(text, alarm=True)
+        await settle(pilot)
+        (toast,) = screen.query("Toast")
+        page = screen.query_one("#workspace").region
+        assert not toast.region.overlaps(page)
+        assert not toast.region.overlaps(screen.query_one("ScreenTabs").region)
+        assert page.bottom == before.bottom
+        shown = " ".join(row[toast.region.x :].strip("▌ ") for row in screen_text(app).splitlines()[1 : page.y])
+        assert shown.split() == text.split()
+        if text.startswith("saved"):
+            assert page == before, "a line of notice moves nothing"
 
 
 @in_loop
@@ -154,7 +174,8 @@ async def test_a_launch_checks_the_port_anew_and_names_its_holder() -> None:
             await pilot.press("L")
             await settle(pilot)
         assert app.place == "launch"
-        assert any("is in use by" in text for text in toasts(app))
+        assert toasts(app) == ["not launched: 1 error"]
+        assert "is in use by" in screen_text(app)
 
 
 @in_loop

@@ -10,12 +10,14 @@ from typing import Literal
 
 import pytest
 import synthetic
+from manual_clock import ManualClock
 from msgspec.structs import replace
 from screen_frames import NOW, console, played, press, rows, settle
 from screens_at_rest import toasts
 
 from gputrain_tui import paths
 from gputrain_tui.commands import runs as runs_command
+from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.panel_container import PANELS, PanelChoice, PanelName, arrange
 from gputrain_tui.console.screens import stacks_screen
 from gputrain_tui.console.screens.rank_screen import RankScreen, arrange_rank
@@ -28,6 +30,7 @@ from gputrain_tui.history.record_tail import last_steps
 from gputrain_tui.history.run_folders import Run, list_runs
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.history.summary import summarize
+from gputrain_tui.lifecycle.live_run import LiveRun
 from gputrain_tui.state.step_losses import loss_at
 from trainer.contract.record import (
     Checkpoint,
@@ -36,6 +39,7 @@ from trainer.contract.record import (
     Doing,
     Finding,
     RankStacks,
+    RunStatusName,
     Step,
     ThreadStack,
     encode_event,
@@ -132,6 +136,14 @@ def test_the_findings_use_the_space_beside_the_table() -> None:
     assert placed["ranks"].y == placed["findings"].y == 0
     assert placed["ranks"].width >= 130
     assert placed["findings"].right == 198
+    assert set(placed) == set(PANELS)
+
+
+def test_the_findings_stand_below_a_table_of_few_lines_where_they_have_more_space() -> None:
+    placed = arrange(198, 52, PanelChoice(ranks=2, table_cells=130))
+    assert placed["ranks"].width == 198
+    assert placed["findings"].y > placed["ranks"].bottom
+    assert placed["findings"].width > 90
     assert set(placed) == set(PANELS)
 
 
@@ -275,6 +287,43 @@ async def test_the_rank_that_failed_is_pointed_out(tmp_path: Path) -> None:
         assert isinstance(screen, RunScreen)
         assert screen.selected_rank == 11
         assert any(row.lstrip().startswith("✗   11") for row in rows(app))
+
+
+@pytest.mark.parametrize("outcome", ["finished", "failed"])
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+@played
+async def test_a_run_that_ended_is_never_shown_as_going_on_while_its_record_is_read(
+    outcome: RunStatusName, size: tuple[int, int], tmp_path: Path
+) -> None:
+    run = synthetic.run(tmp_path, steps=2000, status=outcome, failed_rank=1 if outcome == "failed" else None)
+    write_status(run.dir, replace(run.status, status=outcome, message="rank 1 failed" if outcome == "failed" else None))
+    clock = ManualClock(100.0, tick=1.0)  # each poll reads one portion
+    app = GputrainApp(run, clocked=False, follow=lambda found: LiveRun(found, clock=clock), runs=list)
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        live, portions = app.live, 0
+        assert live is not None
+        while not live.caught_up:
+            await pilot.pause()
+            repaint(app)
+            await pilot.pause()
+            screen = "\n".join(rows(app))
+            assert outcome in rows(app)[0]
+            assert "reading the record" in rows(app)[0]
+            for wrong in ("running", "training", "waiting", "Stop", "no findings", "nothing was found", "nothing to"):
+                assert wrong not in screen
+            assert ("failed at step" in screen, "launch" in screen) == (False, False)
+            live.poll()
+            portions += 1
+        assert portions > 1
+        await settle(pilot)
+        assert "reading" not in rows(app)[0]
+        assert ("failed at step" in "\n".join(rows(app))) == (outcome == "failed")
+
+
+def repaint(app: GputrainApp) -> None:
+    assert isinstance(app.screen, RunScreen)
+    app.screen.repaint()
 
 
 @played

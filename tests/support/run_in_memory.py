@@ -15,6 +15,7 @@ class RunInMemory:
 
     standstill = None
     over = False
+    caught_up = True
     end_text = ""
 
     def __init__(self, world_size: int) -> None:

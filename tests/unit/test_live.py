@@ -8,9 +8,9 @@ import pytest
 import synthetic
 from manual_clock import ManualClock
 
-from gputrain_tui.history.status_file import write_status
+from gputrain_tui.history.status_file import elapsed_of, write_status
 from gputrain_tui.lifecycle.live_run import LiveRun
-from trainer.contract.record import AnyEvent, Step
+from trainer.contract.record import AnyEvent, RunStatusName, Step
 from trainer.host.process_identity import identify
 
 
@@ -94,6 +94,21 @@ def test_the_read_share_is_reported_until_all_is_read(tmp_path: Path) -> None:
     assert live.caught_up
 
 
+@pytest.mark.parametrize("status", ["finished", "stopped", "failed"])
+def test_an_end_is_known_before_the_record_is_read(tmp_path: Path, status: RunStatusName) -> None:
+    run = synthetic.run(tmp_path, steps=2000, status=status, failed_rank=1 if status == "failed" else None)
+    live = LiveRun(run, clock=ManualClock(100.0, tick=1.0))
+    assert live.poll()
+    assert live.state.ended is None
+    assert (live.status, live.over, live.end_text) == (status, True, "ended")
+    assert live.elapsed_s == elapsed_of(run.status, 0)
+    assert live.record_gap == "", "a line that is not read whole yet is not damaged"
+    while live.poll():
+        assert live.status == status
+    assert (live.status, live.record_gap) == (status, "")
+    live.close()
+
+
 def test_a_run_whose_supervisor_was_killed_is_lost(tmp_path: Path) -> None:
     run = synthetic.run(tmp_path, steps=5)
     run.status.supervisor = identify(os.getpid())
@@ -109,6 +124,26 @@ def test_a_run_whose_supervisor_was_killed_is_lost(tmp_path: Path) -> None:
     clock.seconds += 60
     live.poll()
     assert live.status == "lost"
+    live.close()
+
+
+@pytest.mark.parametrize("status", ["running", "finished"])
+def test_a_run_whose_directory_is_gone_is_deleted(tmp_path: Path, status: RunStatusName) -> None:
+    run = synthetic.run(tmp_path, steps=5, status=status)
+    clock = ManualClock(100.0)
+    live = LiveRun(run, clock=clock)
+    live.poll()
+    before, aside = live.version, tmp_path / "aside"
+    run.dir.path.rename(aside)
+    clock.seconds += 60
+    live.poll()
+    assert (live.status, live.over, live.can_resume) == ("deleted", True, False)
+    assert live.version > before
+    assert live.state.step == 5
+    aside.rename(run.dir.path)  # as after an error of a network file system
+    clock.seconds += 60
+    live.poll()
+    assert live.status == status
     live.close()
 
 

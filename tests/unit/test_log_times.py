@@ -25,6 +25,13 @@ def test_the_oldest_times_are_forgotten_and_none_is_made_up_for_them() -> None:
     assert sum(times.at(10 * (second + 1)) is not None for second in range(10 * MIN_TIMES)) <= MIN_TIMES
 
 
+def test_times_from_the_middle_of_a_record_date_only_the_lines_after_the_first_one() -> None:
+    times = LogTimes(whole=False)
+    for size, time in ((100, 1.0), (250, 3.0)):
+        times.note(size, time)
+    assert [times.at(end) for end in (1, 100, 101, 250, 251)] == [None, None, 3.0, 3.0, None]
+
+
 def test_the_past_of_several_logs_is_read_in_the_order_of_time() -> None:
     times = {"0": LogTimes(), "1": LogTimes()}
     for name, marks in (("0", [(4, 1.0), (10, 3.0)]), ("1", [(3, 2.0), (8, 4.0)])):

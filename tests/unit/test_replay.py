@@ -11,7 +11,7 @@ from gputrain_tui.history.replay import replay
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.series import Series
 from gputrain_tui.lifecycle.live_run import LiveRun
-from trainer.contract.record import EventWriter, RankState, RunDir, Step, Validation
+from trainer.contract.record import EventWriter, Failure, NodeSample, RankSample, RankState, RunDir, Step, Validation
 from trainer.contract.record.downsampled import block_file
 
 RANKS = 3
@@ -87,6 +87,20 @@ def beside(line: list[float], other: list[float]) -> bool:
     """Return whether every value lies between those of the other line at that column and its neighbours."""
     near = [other[max(index - 1, 0) : index + 2] for index in range(len(line))]
     return all(min(values) - 0.15 <= value <= max(values) + 0.15 for value, values in zip(line, near, strict=True))
+
+
+def test_lines_printed_before_the_newest_samples_get_no_time(run: Run) -> None:
+    writer = EventWriter(run.dir.node_events(0))
+    for second in range(1000):
+        ranks = [RankSample(rank=0, log_bytes=10 * (second + 1))]
+        writer.write(NodeSample(time=synthetic.BEGIN + second, node=0, host="here", ranks=ranks))
+    writer.write(Failure(time=synthetic.BEGIN + 1000, kind="exit", message="an event of which a note is kept"))
+    writer.close()
+    times = replayed(run).log_times["0"]
+    for second in range(1000):
+        assert times.at(10 * (second + 1)) in (None, synthetic.BEGIN + second)
+    assert times.at(10) is None
+    assert times.at(10 * 1000) == synthetic.BEGIN + 999
 
 
 def test_state_and_totals_are_exact(run: Run) -> None:

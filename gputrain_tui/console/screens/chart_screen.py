@@ -246,6 +246,7 @@ class ChartScreen(ConsoleScreen):
 
     def action_stop_run(self) -> None:
         if self.live.over:
-            self.console.report(f"{self.live.id} has ended: {self.live.status}")
+            what = "was" if self.live.status == "deleted" else "has ended:"
+            self.console.report(f"{self.live.id} {what} {self.live.status}")
         else:
             confirm_stop(self.console, self.live.run)

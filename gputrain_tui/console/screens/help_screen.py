@@ -123,7 +123,8 @@ class HelpScreen(ModalScreen[None]):
             self.call_after_refresh(topic.goto_anchor, heading_anchor(self._heading))
 
     async def _show_topic(self) -> None:
-        name, width = self._pages[self._page], self._text_cells() - 6  # Textual indents a block of code
+        least_cells = 20  # a line of code has space for its indentation and a word, however small the terminal is
+        name, width = self._pages[self._page], max(self._text_cells() - 6, least_cells)  # Textual indents code
         if name and (name, width) != self._shown:
             self._shown = name, width
             await self.query_one("#topic", Markdown).update(tables_as_code(read_topic(name).markdown, width))

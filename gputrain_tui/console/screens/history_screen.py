@@ -68,8 +68,6 @@ class HistoryScreen(Page):
             self.set_interval(2.0, self._list_if_current)
 
     def on_screen_resume(self) -> None:
-        live = self.console.live
-        self._table.opened = live.id if live is not None else None
         self._list_runs()
 
     def _list_if_current(self) -> None:
@@ -116,6 +114,8 @@ class HistoryScreen(Page):
     def _show_card(self) -> None:
         card = self.query_one(RunCard)
         card.entry = self._table.entry
+        least_lines = 5  # for most runs, so that the list keeps its place
+        card.styles.height = max(least_lines, min(len(card.details(self.size.width - 2)), self.size.height // 3))
         card.redraw()
         self._preview(self.run_at_cursor)
         self.tick()

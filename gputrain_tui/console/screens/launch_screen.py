@@ -17,7 +17,7 @@ from gputrain_tui.console.screens.start_and_stop import launch
 from gputrain_tui.console.widgets.canvas import Copyable
 from gputrain_tui.console.widgets.form import Form
 from gputrain_tui.plan.planner import shell_commands
-from gputrain_tui.preflight import errors
+from gputrain_tui.preflight import errors, summary
 from gputrain_tui.recipe.files import complete_path, recipe_files
 from gputrain_tui.recipe.form_fields import NODE_KEY, Field
 from gputrain_tui.recipe.new_recipe import file_name, from_text
@@ -317,6 +317,7 @@ class LaunchScreen(RecipePage):
         if result.prepared is not None:
             await launch(self.console, result.prepared)
         else:
-            refused = errors(result.results)
-            self.console.report(refused[0].line if refused else result.problem, alarm=True)
+            self._show_validation(draft, result)  # the preflight has the reasons, whole
+            why = summary(result.results) if errors(result.results) else "the recipe has an error"
+            self.console.report(f"not launched: {why}", alarm=True)
             self._go_to_problem(result)

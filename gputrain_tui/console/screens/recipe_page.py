@@ -35,6 +35,17 @@ TALL_LINES = 32
 NEW_LABEL = "new recipe for"
 
 
+class Sheet(Vertical):
+    """Form, plan and preflight, whose lines are shared anew when the size changes, also by a notice above the page."""
+
+    def __init__(self, share_lines: Callable[[], None]) -> None:
+        super().__init__(id="sheet")
+        self._share_lines = share_lines
+
+    def on_resize(self, event: Resize) -> None:
+        self.call_after_refresh(self._share_lines)
+
+
 class RecipePage(Page):
     """Screen of a recipe with its plan and preflight; a subclass edits the recipe."""
 
@@ -63,7 +74,7 @@ class RecipePage(Page):
     def body(self) -> ComposeResult:
         with Horizontal(id="workspace"):
             yield self.recipes
-            with Vertical(id="sheet"):
+            with Sheet(self._share_lines):
                 yield self.form
                 with Vertical(id="under"):
                     yield FieldDetail(id="detail")
@@ -160,7 +171,6 @@ class RecipePage(Page):
     def on_resize(self, event: Resize) -> None:
         self.set_class(self.size.width < 100, "-narrow")
         self.set_class(self.size.height >= TALL_LINES, "-tall")
-        self.call_after_refresh(self._share_lines)
 
     def _share_lines(self) -> None:
         """Set the heights: the preflight gets the lines it needs, first from the plan, then from the form."""
@@ -240,7 +250,9 @@ class RecipePage(Page):
         draft = self.draft
         if draft is None:
             return
-        result = await self._validated_draft(draft)
+        self._show_validation(draft, await self._validated_draft(draft))
+
+    def _show_validation(self, draft: Draft, result: ValidatedRecipe) -> None:
         if draft is not self.draft:
             return  # another recipe is open
         self._validation, self._validation_of = result, (draft.text, draft.settings)

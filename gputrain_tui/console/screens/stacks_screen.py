@@ -51,7 +51,7 @@ class StacksScreen(ConsoleScreen):
     def action_ask(self) -> None:
         """Ask all ranks; of an ended run, show what its record has."""
         self._request = self._problem = ""
-        if self.live.status not in ENDED:  # the nodes of a lost run may go on
+        if self.live.status not in (*ENDED, "deleted"):  # the nodes of a lost run may go on
             try:
                 self._request = request_stacks(self.live.run.dir)
             except OSError as error:

@@ -151,19 +151,23 @@ def draw_findings(
     cursor: int = 0,
     opened: bool = False,
     focused: bool = False,
-    watching: bool = True,
+    none: str = "nothing to report: no rank stands out",
 ) -> list[Row]:
-    """Return the list as ``height`` rows of ``width`` cells; ``opened``: with details of the entry under the cursor."""
+    """Return the list as ``height`` rows of ``width`` cells, without entries the text ``none``.
+
+    ``opened``: with details of the entry under the cursor.
+    """
     if not entries:
-        text = "nothing to report: no rank stands out" if watching else "nothing was found"
-        return [title_row(width, [("findings", "title")]), *centred_text(width, height - 1, [text])]
+        return [title_row(width, [("findings", "title")]), *centred_text(width, height - 1, [none])]
     cleared = sum(entry.cleared for entry in entries)
     changes = sum(entry.key[0] == SHARES for entry in entries)
     left: Row = [("findings", "title"), (" ", "base"), (f"{len(entries) - cleared - changes:,}", "bright")]
     left += [(f"  {cleared:,} cleared", "dim")] if cleared else []
     left += [(f"  {changes} change{'s' * (changes > 1)} of shares", "dim")] if changes else []
-    title = title_row(width, left, [[("⏎ evidence and advice", "dim")]] if focused else [])
     shown = _shown(entries, width, height - 1, cursor, opened=opened, focused=focused)
+    is_cut = sum(len(_line(entry, width)) for entry in entries) > len(shown)
+    hint = "⏎ evidence and advice" if focused else "f f shows all" if is_cut else ""
+    title = title_row(width, left, [[(hint, "dim")]] if hint else [])
     return fit_rows([title, *(row for _, row in shown)], width, height)
 
 
@@ -334,13 +338,20 @@ class Findings(Panel, can_focus=True):
             len(state.findings),
             len(state.failures),
             self.live.over,
+            self.live.caught_up,
         )
 
     def draw(self, width: int, height: int) -> list[Row]:
         entries, cursor = self._entries()
-        watching = not self.live.over
+        none = "nothing was found" if self.live.over else "nothing to report: no rank stands out"
         return draw_findings(
-            entries, width, height, cursor=cursor, opened=self._opened, focused=self.has_focus, watching=watching
+            entries,
+            width,
+            height,
+            cursor=cursor,
+            opened=self._opened,
+            focused=self.has_focus,
+            none=none if self.live.caught_up else "",
         )
 
     def _entries(self) -> tuple[list[FindingEntry], int]:

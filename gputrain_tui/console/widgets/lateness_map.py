@@ -139,16 +139,19 @@ def draw_heat(heat: Heat, width: int, height: int, *, symbols: bool = False) -> 
         why = "lateness needs two ranks or more" if heat.ranks < 2 else "no synchronisation was measured yet"
         return fit_rows([title_row(width, left), *centred_text(width, height - 1, [why])], width, height)
     limits = thresholds(heat.step_ms if heat.step_ms > 0 else max(first, *finite, 1.0))
-    if heat.latest is not None:
-        rank, late = heat.latest
-        left += [(" ", "base"), (format_value(late), "bright"), (f" ms  rank {rank}", "dim")]
     levels = [(SHAPES[level] if symbols else "■", f"heat:{level}") for level in range(HEAT_LEVELS)]
     legend: Row = [("ms ", "dim"), levels[0]]
     for level, limit in zip(levels[1:], limits, strict=True):
         legend += [(f" {limit:g} ", "dim"), level]
     legend.append(("+", "dim"))
-    if row_cells(left) + row_cells(legend) + 4 > width:
+    # The longest title, so that the legend stays while the latest rank changes, or is not known.
+    left_cells = len(f"late 0.00123 ms  rank {heat.ranks - 1}") + 6
+    if left_cells + row_cells(legend) > width:
         legend = [("0 ", "dim"), *levels, (f" {limits[-1]:g}+ ms", "dim")]
+    if heat.latest is not None:
+        rank, late = heat.latest
+        left += [(" ", "base"), (format_value(late), "bright")]
+        left += [(f" ms  rank {rank}", "dim")] if left_cells + row_cells(legend) <= width else []
     rows = [title_row(width, left, [legend])]
     groups = -(-heat.ranks // heat.group)
     half_lines = _stretch(groups, heat.group, lines)

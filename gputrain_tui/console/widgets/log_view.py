@@ -364,7 +364,7 @@ class LogView(Canvas, can_focus=True):
             return ""
         times = self._live.log_times.get(line.name)
         at = times.at(line.end) if times is not None else None
-        if times is not None and at is None and self._live.over and line.end > times.last:
+        if times is not None and at is None and self._live.over and self._live.caught_up and line.end > times.last:
             at = self._live.state.time  # printed after the last sample
         return time.strftime("%H:%M:%S ", time.localtime(at)) if at is not None else " " * 9
 

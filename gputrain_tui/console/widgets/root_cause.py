@@ -125,6 +125,8 @@ class RootCauseCard(Panel):
 
     def root_cause(self) -> RootCause | None:
         """Return the content of the card; None if nothing has failed, or the run has finished or was stopped."""
+        if not self.live.caught_up:
+            return None  # the failure may be that of an earlier attempt
         failure = self.live.state.root_cause
         status = self.live.status
         if failure is None and status == "failed" and self.live.message:

@@ -55,6 +55,7 @@ STATUS_SIGNS: dict[str, tuple[str, str]] = {
     "stopped": ("■", "bright"),
     "failed": ("✗", "error"),
     "lost": ("?", "warning"),
+    "deleted": ("×", "warning"),
 }
 
 
@@ -146,12 +147,16 @@ def _names(head: RunHeading, width: int) -> Row:
 def _figures(head: RunHeading, width: int) -> Row:
     """Return the progress bar and the figures; if they do not fit, the least important ones are dropped."""
     s, tested = head.summary, head.tested
+    if head.status == "deleted":
+        return [(" this run was deleted; below is what was read of it before", "warning")]
     if not s.step and tested is not None:
         shown = evaluation(of_weights(tested.weights_step or 0), tested.loss, tested.metrics)
         return [(f" {tested.split} ", "dim"), (printable(shown), "title")]
     if not s.step:
         over = head.status in (*ENDED, "lost")
         text = "no step was measured" if over else "no step yet: ranks are joining" if head.joins else "no step yet"
+        if over and head.reading is not None:
+            return []
         return [(f" {printable(head.unmeasured or text)}", "dim")]
     total = f"{head.total:,}" if head.total else ""
     step = f"{s.step:,}".rjust(max(len(total), 5))
@@ -175,14 +180,17 @@ def _figures(head: RunHeading, width: int) -> Row:
         rate, unit = s.rate
         fields.append((3, [(_rate(rate), "bright"), (f" {unit}", "dim")]))
         if s.tokens_per_s:
-            fields.append((9, [(_rate(s.tokens_per_s), "bright"), (" tokens/s", "dim")]))
+            fields.append((10, [(_rate(s.tokens_per_s), "bright"), (" tokens/s", "dim")]))
         if s.mfu is not None:
-            fields.append((8, [("MFU ", "dim"), (f"{s.mfu:.1%}".rjust(5), "bright")]))
+            fields.append((9, [("MFU ", "dim"), (f"{s.mfu:.1%}".rjust(5), "bright")]))
         fields.append((6, [("compute ", "dim"), (_percent(s.compute_share), "bright")]))
         if head.world_size > 1:
             fields.append((4, [("sync wait ", "dim"), (_percent(s.sync_share), "bright")]))
+        if s.compute_share is not None:
+            others = round(100 * s.compute_share) + round(100 * (s.sync_share or 0.0))  # as shown, so that all add up
+            fields.append((8, [("rest ", "dim"), (_percent(max(100 - others, 0) / 100), "bright")]))
     if head.noise:
-        fields.append((10, [("noise scale ", "dim"), (head.noise.partition(":")[0], "bright")]))
+        fields.append((11, [("noise scale ", "dim"), (head.noise.partition(":")[0], "bright")]))
     progress = min(s.step / head.total, 1.0) if head.total else None
     least_bar_cells, most_bar_cells = 8, 48
     bar_cells = 0 if progress is None else least_bar_cells + 8
@@ -242,7 +250,7 @@ def heading(live: LiveRun) -> RunHeading:
         eta_s=state.eta_s,
         standstill=live.standstill,
         reading=live.reading,
-        condition=run_condition(state, live.status, live.standstill),
+        condition=run_condition(state, live.status, live.standstill) if live.caught_up else (),
         note=_note(live),
         joins=bool(state.missing),
         noise=noise_text(state.noise_scale),

@@ -8,7 +8,16 @@ from math import nan
 
 from gputrain_tui import tables
 from gputrain_tui.console.widgets.canvas import Canvas, Heading, Listing
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, format_short, pad, title_row
+from gputrain_tui.console.widgets.drawing import (
+    EMPTY,
+    Row,
+    centred_text,
+    fit_row,
+    format_short,
+    pad,
+    title_row,
+    wrap_text,
+)
 from gputrain_tui.console.widgets.run_header import sign_of
 from gputrain_tui.console.widgets.table_columns import Column, fitting, number_column, text_column
 from gputrain_tui.history.comparison import MAX_RUNS, MIN_RUNS
@@ -61,7 +70,7 @@ COLUMNS: tuple[Column[Entry], ...] = (
 """From left to right."""
 SPARSE = ("valid", "lr", "tokens", "tags", "metrics")
 """Columns that are left out if no run has a value."""
-BEFORE_CELLS = 18
+BEFORE_CELLS = 17
 """Cells of a line besides the run's id and the columns."""
 
 
@@ -81,15 +90,14 @@ def cell_text(entry: Entry, key: str) -> str:
     return EMPTY if value is None else column.form(value, column.width)
 
 
-def draw_run(entry: Entry, width: int, columns: Sequence[Column[Entry]], *, number: int | None, opened: bool) -> Row:
+def draw_run(entry: Entry, width: int, columns: Sequence[Column[Entry]], *, number: int | None) -> Row:
     """Return a run's line; ``number``: its index among the marked runs, None if it is not marked."""
     if entry["state"] == UNREADABLE:
-        text = f"     {UNREADABLE:<11}{printable(entry['id'])}  {printable(entry['message'])}"
+        text = f"    {UNREADABLE:<11}{printable(entry['id'])}  {printable(entry['message'])}"
         return fit_row([(text, "dim")], width)
     sign, role = sign_of(entry["state"], flagged=bool(entry["finding"]))
     row: Row = [
         (" ", "base") if number is None else (str(number + 1), f"curve-{number}"),
-        ("▸" if opened else " ", "accent"),
         (f" {sign} ", role),
         (f"{entry['state']:<10} ", role if role in ("error", "warning", "accent") else "dim"),
         (pad(printable(entry["id"]), _id_cells(width, columns)), "bright"),
@@ -109,7 +117,6 @@ class RunList(Listing[Entry]):
 
     marked: tuple[str, ...] = ()
     """Ids of the marked runs, in the order of marking."""
-    opened: str | None = None
     listed: Sequence[Entry] | None = None
     """All runs that are read, newest first; None before the first listing."""
     unread = 0
@@ -197,11 +204,11 @@ class RunList(Listing[Entry]):
             return [title]
         columns = self._columns_for(width)
         titles = "".join(f"  {column.aligned_title}" for column in columns)
-        return [title, [(f"     {'state':<11}{'run':<{max(_id_cells(width, columns), 0)}}{titles}", "dim")]]
+        return [title, [(f"    {'state':<11}{'run':<{max(_id_cells(width, columns), 0)}}{titles}", "dim")]]
 
     def row(self, line: Entry, width: int) -> Row:
         number = self.marked.index(line["id"]) if line["id"] in self.marked else None
-        return draw_run(line, width, self._columns_for(width), number=number, opened=line["id"] == self.opened)
+        return draw_run(line, width, self._columns_for(width), number=number)
 
     def _columns_for(self, width: int) -> list[Column[Entry]]:
         """Return the columns of a width; which have values is looked up once for each list, not for each line."""
@@ -213,8 +220,7 @@ class RunList(Listing[Entry]):
         if self.listed is None:
             lines = ["looking for runs"]
         elif self.listed:
-            none = f"None of {len(self.listed):,} runs matches {self.filter.text}"
-            lines = [none, "", "/ changes the filter, esc removes it."]
+            lines = [f"No run matches {self.filter.text!r}.", "", "esc clears the filter, / changes it."]
         else:
             lines = ["No run yet.", "", "d trains the demo: two processes on this CPU, half a minute, no download.",
                      "2 opens a recipe, or writes one for your script, a task or a torchrun command.",
@@ -228,15 +234,21 @@ class RunCard(Canvas):
     entry: Entry | None = None
 
     def draw(self, width: int, height: int) -> list[Row]:
+        return [fit_row(row, width) for row in self.details(width)[:height]]
+
+    def details(self, width: int) -> list[Row]:
+        """Return all details, the most important first; message and finding are wrapped."""
         entry = self.entry
         if entry is None:
             return []
         sign, role = sign_of(entry["state"], flagged=bool(entry["finding"]))
         rows: list[Row] = [title_row(width, [(printable(entry["id"]), "title"), (f"  {sign} {entry['state']}", role)])]
         if entry["message"]:
-            rows.append([(printable(entry["message"]), "error" if entry["state"] == "failed" else "bright")])
+            role = "error" if entry["state"] == "failed" else "bright"
+            rows += [[(line, role)] for line in wrap_text(printable(entry["message"]), width)]
         if entry["finding"]:
-            rows.append([(f"{entry['state']}, with {printable(entry['finding'])}", "warning")])
+            finding = f"{entry['state']}, with {printable(entry['finding'])}"
+            rows += [[(line, "warning")] for line in wrap_text(finding, width)]
         if entry["note"] or entry["tags"]:
             tags = [(f"[{printable(tag)}] ", "accent") for tag in entry["tags"] or ()]
             rows.append([("note     ", "dim"), *tags, (printable(entry["note"] or ""), "bright")])
@@ -246,4 +258,4 @@ class RunCard(Canvas):
         started, recipe = cell_text(entry, "started"), cell_text(entry, "recipe")
         rows.append([("started  ", "dim"), (started, "bright"), ("   recipe  ", "dim"), (recipe, "bright")])
         rows.append([("folder   ", "dim"), (printable(entry["run_dir"]), "dim")])
-        return [fit_row(row, width) for row in rows[:height]]
+        return rows

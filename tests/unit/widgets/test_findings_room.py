@@ -154,6 +154,13 @@ def test_a_message_that_is_too_long_for_its_place_keeps_the_line_of_the_users_co
     assert "rank 3" in text or focused
 
 
+@pytest.mark.parametrize(("width", "height", "cut"), [(53, 6, True), (53, 40, False), (198, 8, False), (100, 3, True)])
+def test_the_title_names_the_key_that_shows_what_was_cut(width: int, height: int, cut: bool) -> None:
+    title = "".join(text for text, _ in draw_findings([STALLED, LATE], width, height)[0])
+    assert ("f f shows all" in title) == cut
+    assert "f f" not in "".join(text for text, _ in draw_findings([STALLED, LATE], width, height, focused=True)[0])
+
+
 @pytest.mark.parametrize(("width", "height"), [(78, 6), (38, 8)])
 def test_an_opened_finding_that_is_too_long_shows_its_evidence(width: int, height: int) -> None:
     rows = draw_findings([STALLED, LATE], width, height, opened=True, focused=True)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from row_texts import row_text
@@ -45,11 +46,21 @@ def test_the_legend_says_that_its_last_colour_has_no_end(width: int, end: str) -
     assert title.rstrip(" ─").endswith(end)
 
 
+@pytest.mark.parametrize("width", [36, 38, 46, 58, 70, 76, 80, 98, 198])
+def test_the_legend_stays_whichever_rank_is_the_latest(width: int) -> None:
+    legends = set()
+    for latest in (None, (5, 60.33), (15, 0.00215), (0, 1234.0)):
+        shown = replace(heat(width, 10), latest=latest)
+        legends.add(row_text(draw_heat(shown, width, 10)[0]).rpartition("─")[2])
+    assert len(legends) == 1
+    assert " 50" in legends.pop()
+
+
 @pytest.mark.parametrize(("width", "height"), [(40, 6), (58, 10), (98, 18)])
 def test_a_rank_that_becomes_late_stands_out_from_then_on(width: int, height: int) -> None:
     rows = draw_heat(heat(width, height), width, height, symbols=True)
     assert [len(row_text(row)) for row in rows] == [width] * height
-    assert row_text(rows[0]).startswith("late 60.33 ms  rank 5 ")
+    assert row_text(rows[0]).startswith("late 60.33 ms  rank 5 " if width > 40 else "late 60.33 ")
     assert row_text(rows[-1]).rstrip().endswith("step 200")
     lines = [row_text(row)[8:] for row in rows[1:-1]]
     assert [row_text(row)[:8].strip() for row in rows[1:-1] if "#" in row_text(row)] == ["▸5"]

@@ -32,3 +32,16 @@ def test_the_card_of_a_run_names_the_tested_weights(run: Run, split: Literal["te
     card.entry = entry
     texts = [row_text(row).rstrip() for row in card.draw(100, 8)]
     assert f"{split:<9}(weights of step 340)  loss 0.5000  accuracy 0.9000" in texts
+
+
+@pytest.mark.parametrize("width", [60, 198])
+def test_the_message_of_a_run_is_whole(run: Run, width: int) -> None:
+    message = "rank 3 on node001 failed at step 120: " + "the reason goes on " * 20
+    write_status(run.dir, msgspec.structs.replace(run.status, status="failed", message=message.strip()))
+    again = open_run(run.dir.path)
+    assert again is not None
+    card = RunCard()
+    card.entry = summarize(again, now=0.0)
+    texts = [row_text(row).strip() for row in card.draw(width, len(card.details(width)))]
+    assert message.strip() in " ".join(texts)
+    assert texts[-1].startswith("folder")

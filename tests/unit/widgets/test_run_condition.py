@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from row_texts import row_text
 
@@ -69,6 +71,18 @@ def test_no_run_is_well_that_makes_no_step(is_long: bool) -> None:
     assert "no step for 38 s" in text
     for words in ("left", "samples/s", "sync wait", "no findings"):
         assert (words in text) != is_long
+
+
+@pytest.mark.parametrize(
+    ("world_size", "compute", "sync"), [(2, 0.574, 0.364), (2, 0.005, 0.005), (2, 0.985, 0.025), (1, 0.866, None)]
+)
+def test_the_shares_of_the_header_add_up(world_size: int, compute: float, sync: float | None) -> None:
+    figures = RunFigures(step=42, epoch=1, loss=1.0, samples_per_s=500.0, compute_share=compute, sync_share=sync)
+    head = RunHeading(status="running", name="bert", id="id", world_size=world_size, hosts=1, summary=figures)
+    shares = re.findall(r"(compute|sync wait|rest) +([0-9]+)%", row_text(draw_header(head, 160, 2)[1]))
+    assert [name for name, _ in shares] == ["compute", *["sync wait"] * (world_size > 1), "rest"]
+    assert sum(int(percent) for _, percent in shares) == 100
+    assert "rest" not in row_text(draw_header(head, 60, 2)[1])
 
 
 @pytest.mark.parametrize("status", ["finished", "stopped", "failed"])
