@@ -201,8 +201,11 @@ def plain_line(state: RunState, *, now: float, standstill: Standstill | None = N
     return "  ".join(measures)
 
 
-def event_line(event: AnyEvent) -> list[Piece] | None:
-    """Return a line for an evaluation, checkpoint, finding, change of shares, queued job or lost events, else None."""
+def event_line(event: AnyEvent, *, over_with: str = "") -> list[Piece] | None:
+    """Return a line for an evaluation, checkpoint, finding, change of shares, queued job or lost events, else None.
+
+    ``over_with``: the attempt with which a cleared finding was over, empty where it is cleared for another reason.
+    """
     match event:
         case Validation():
             weights, step = event.weights_step, f"epoch {event.epoch}  step {event.step}"
@@ -218,7 +221,8 @@ def event_line(event: AnyEvent) -> list[Piece] | None:
         case Finding() if event.severity != "info":
             message = event.message or event.kind.replace("_", " ")
             if event.state == "cleared":
-                return [(f"cleared at step {event.step}: " if event.step else "cleared: ", "dim"), (message, "")]
+                cleared = f"cleared at step {event.step}: " if event.step else "cleared: "
+                return [(f"over with {over_with}: " if over_with else cleared, "dim"), (message, "")]
             advice = f"; {event.advice}" if event.advice else ""
             return [(f"{event.severity}: {message}{advice}", "alarm")]
         case Queued():
@@ -329,7 +333,8 @@ class ProgressView:
                 if self._gaps.get(event.rank) == event.message:
                     continue  # only its counts have grown
                 self._gaps[event.rank] = event.message
-            if (line := event_line(event)) is not None:
+            over_with = self._state.ended_attempts.over_with(event) if isinstance(event, Finding) else ""
+            if (line := event_line(event, over_with=over_with)) is not None:
                 self.print_line(line, wrap=type(event) is Finding)
         now, tick = self._now(), self._clock()
         self._steps.note(self._state, tick)

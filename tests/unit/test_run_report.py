@@ -109,7 +109,9 @@ def test_a_finding_has_the_time_at_which_it_was_raised_first_and_at_which_it_was
         finding("straggler", 30, rank=1),
         finding("memory_creep", 40, rank=0, state="cleared"),
     ]
-    found = past_findings(events, {("imbalance", None), ("straggler", 1)})
+    state = RunState(world_size=2)
+    state.apply_all(events)
+    found = past_findings(state)
     assert [(each.kind, each.time - BEGIN, each.step, each.cleared_step, each.severity) for each in found] == [
         ("straggler", 10, 10, 20, "critical"),
         ("imbalance", 15, 15, None, "warning"),
@@ -139,10 +141,10 @@ def test_the_report_of_a_stopped_run_says_what_stopped_it(tmp_path: Path) -> Non
 def test_a_finding_of_a_rank_that_the_run_no_longer_has_does_not_stand() -> None:
     state = RunState(world_size=2)
     state.apply_all([step(1), step(1, rank=1), finding("straggler", 5, rank=1)])
-    assert [each.cleared for each in past_findings(state.past_findings, state.findings)] == [None]
+    assert [each.cleared for each in past_findings(state)] == [None]
     state.apply_all([finding("imbalance", 8), World(time=BEGIN + 9, world_size=1)])
     assert verdict(state, "running").kind == "imbalance"
-    over, stands = past_findings(state.past_findings, state.findings)
+    over, stands = past_findings(state)
     assert (over.kind, over.cleared) == ("straggler", BEGIN + 8)
     assert (stands.kind, stands.cleared) == ("imbalance", None)
 

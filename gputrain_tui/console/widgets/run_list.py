@@ -17,6 +17,7 @@ from gputrain_tui.history.run_columns import (
     NEWEST_FIRST,
     RUN_COLUMNS,
     Entry,
+    message_text,
     metric_names,
     metrics_text,
     run_filter,
@@ -234,7 +235,7 @@ class RunCard(Canvas):
         sign, role = sign_of(entry["state"], flagged=bool(entry["finding"]))
         rows: list[Row] = [title_row(width, [(printable(entry["id"]), "title"), (f"  {sign} {entry['state']}", role)])]
         if entry["message"]:
-            rows.append([(printable(entry["message"]), "error" if entry["state"] == "failed" else "bright")])
+            rows.append([(printable(message_text(entry)), "error" if entry["state"] == "failed" else "bright")])
         if entry["finding"]:
             rows.append([(f"{entry['state']}, with {printable(entry['finding'])}", "warning")])
         if entry["note"] or entry["tags"]:
