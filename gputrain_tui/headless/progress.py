@@ -309,9 +309,10 @@ class ProgressView:
         """First line while it is held back; None once written."""
 
     def introduce(self, pieces: Sequence[Piece]) -> None:
-        """Set the first line, held back until a second line or until the ranks can no longer refuse the request.
+        """Set the first line, held back until something happens or until the ranks can no longer refuse the request.
 
-        A refusal by a rank is then the only output, as a refusal by the preflight is.
+        A refusal by a rank is then the only output, as a refusal by the preflight is, but for the progress of a long
+        start: the run that the first line names is deleted.
         """
         self._first_line = pieces
 
@@ -346,11 +347,14 @@ class ProgressView:
                 self._draw(paint(line, colour=self._colour))
         elif tick - self._plain_at >= (PLAIN_S if self._first_line is None else PLAIN_START_S):
             self._plain_at = tick
-            self.print_line([(plain_line(self._state, now=now, standstill=standstill), "")])
+            self._write([(plain_line(self._state, now=now, standstill=standstill), "")])
 
     def print_line(self, pieces: Sequence[Piece], *, wrap: bool = False) -> None:
         """Write a permanent line; ``wrap``: as several ones if the terminal is narrower, which breaks within words."""
         self.open()
+        self._write(pieces, wrap=wrap)
+
+    def _write(self, pieces: Sequence[Piece], *, wrap: bool = False) -> None:
         self.erase()
         lines = fitted(pieces, self._width()) if wrap and self._live else [pieces]
         self._stream.write("".join(f"{paint(line, colour=self._colour)}\n" for line in lines))

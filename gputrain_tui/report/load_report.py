@@ -7,6 +7,7 @@ from itertools import islice
 
 from gputrain_tui.history.comparison import DifferingValues, differences
 from gputrain_tui.history.run_folders import RECENT_RUNS, Run, UnreadableRun, newest_runs
+from gputrain_tui.history.status_file import PLANNED
 from gputrain_tui.lifecycle.live_run import LiveRun
 from gputrain_tui.lifecycle.recipe_to_run import recipe_of
 from gputrain_tui.recipe.build import load
@@ -88,9 +89,14 @@ def run_facts(live: LiveRun, *, known: RunFacts | None = None) -> RunFacts:
 
 
 def previous_run(run: Run, others: Iterable[Run | UnreadableRun]) -> Run | None:
-    """Return the newest run of the same recipe that started before; ``others``: newest first."""
+    """Return the newest run of the same recipe that started before; ``others``: newest first.
+
+    One that was only planned is none.
+    """
     for other in others:
         if isinstance(other, UnreadableRun) or other.status.recipe != run.status.recipe:
+            continue
+        if other.status.message == PLANNED:
             continue
         if other.status.started < run.status.started:
             return other

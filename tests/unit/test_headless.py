@@ -556,7 +556,9 @@ def test_a_log_mentions_the_start_only_when_it_takes_long() -> None:
     assert stream.getvalue() == ""
     clock[0] += 2.0
     view.update([])
-    assert stream.getvalue().splitlines() == ["run one", "starting 2 ranks"]
+    assert stream.getvalue().splitlines() == ["starting 2 ranks"], "a refused run would not be there any more"
+    view.open()
+    assert stream.getvalue().splitlines() == ["starting 2 ranks", "run one"]
 
 
 def test_a_finding_is_broken_at_words_on_a_terminal_and_not_at_all_in_a_log() -> None:

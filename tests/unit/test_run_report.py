@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import synthetic
 from jsonschema import validate
+from plans import plan_for
 from synthetic import BEGIN, write
 
 from gputrain_tui import cli
@@ -18,7 +19,7 @@ from gputrain_tui.headless.progress import paint
 from gputrain_tui.headless.report_text import report_lines
 from gputrain_tui.history.hardware_series import HardwareSeries
 from gputrain_tui.history.metric_curves import MetricCurves
-from gputrain_tui.history.run_folders import Run, find
+from gputrain_tui.history.run_folders import Run, create_by_hand, find
 from gputrain_tui.history.series import Series
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.report.load_report import previous_run, read_run_record, recipe_changes, run_facts
@@ -37,6 +38,7 @@ from trainer.contract.record import (
     GroupSync,
     NodeSample,
     RankState,
+    RunDir,
     Step,
     Validation,
     World,
@@ -317,6 +319,10 @@ def test_the_recipe_is_compared_with_the_run_before(tmp_path: Path) -> None:
     assert found is not None
     assert found.id == runs[0].id
     assert previous_run(runs[0], [runs[2], runs[1], runs[0]]) is None
+    planned = RunDir(tmp_path / "20261121-010203-planned")
+    plan = plan_for("cpu_ranks = 2")
+    create_by_hand(planned, plan, recipe="demo", recipe_toml=table, runs=tmp_path, now=runs[2].status.started - 0.1)
+    assert previous_run(runs[2], [find(planned.path.name, tmp_path), runs[0]]) == runs[0], "it was never started"
     (change,) = recipe_changes(found, runs[2])
     assert (change.key, change.before, change.now) == ("train.lr", "0.1", "0.2")
     found.dir.recipe.write_text("torn = [")
