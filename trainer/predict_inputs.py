@@ -63,9 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--input", default=STDIN, help="a file; - reads lines from standard input")
     parser.add_argument("--batch", type=int, default=64, help="most inputs of one prediction")
     parser.add_argument("--program", default="trainer", help="name of the program in messages")
+    parser.add_argument("--note", default="", help="line for people, printed before the first prediction")
     args = parser.parse_args(own)
     try:
-        _predict(args.checkpoint, args.run, args.input, args.batch, training_flags, args.program)
+        _predict(args.checkpoint, args.run, args.input, args.batch, training_flags, args.program, args.note)
     except (RequestError, CheckpointError) as error:
         print_message(str(error), program=args.program)
         return ExitCode.REFUSED if isinstance(error, MachineNotReadyError) else ExitCode.BAD_REQUEST
@@ -77,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return ExitCode.FINISHED
 
 
-def _predict(checkpoint: Path, run: str, source: str, batch: int, training_flags: Sequence[str], program: str) -> None:
+def _predict(
+    checkpoint: Path, run: str, source: str, batch: int, training_flags: Sequence[str], program: str, note: str
+) -> None:
     training, rest = _read_training(training_flags)
     if source != STDIN and not Path(source).is_file():
         raise RequestError(f"--input {source}: {'is no file' if Path(source).exists() else 'does not exist'}")
@@ -107,6 +110,9 @@ def _predict(checkpoint: Path, run: str, source: str, batch: int, training_flags
     with torch.inference_mode():
         for rows in _batches(task, source, batch):
             for prediction in _predictions(task, model, rows):
+                if note:  # not before: what is refused has not predicted
+                    print_message(note, program=program)
+                    note = ""
                 sys.stdout.buffer.write(encoder.encode(prediction) + b"\n")
             sys.stdout.buffer.flush()
 

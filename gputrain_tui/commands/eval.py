@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 
 from gputrain_tui.commands import run as run_command
 from gputrain_tui.commands.shared_flags import add_checkpoint, add_settings
 from gputrain_tui.lifecycle.recipe_to_run import evaluation_recipe, recipe_of_checkpoint
 from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint
-from gputrain_tui.output import print_message
 from trainer.contract.errors import RequestError
 
 
@@ -40,5 +40,5 @@ def run(args: Namespace) -> int:
         run=chosen.run_id,
         split=args.split,
     )
-    print_message(f"evaluating {chosen.description}, {chosen.path}")
-    return run_command.run_recipe(recipe, json=args.json, detach=args.detach)
+    notes = (*recipe.notes, f"evaluating {chosen.description}, {chosen.path}")
+    return run_command.run_recipe(replace(recipe, notes=notes), json=args.json, detach=args.detach)

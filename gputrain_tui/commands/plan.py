@@ -70,12 +70,12 @@ def run(args: Namespace) -> int:
     for note in notes:
         print_message(note)
     if args.run_dir is not None:
-        plan = with_run_dir(plan, args.run_dir)
-        directory = RunDir(Path(args.run_dir).absolute())
+        directory = RunDir(Path(args.run_dir).absolute())  # one folder, wherever a command is run
+        plan = with_run_dir(plan, str(directory.path))
         text = recipe_text(recipe)
         create_by_hand(directory, plan, recipe=recipe.name, recipe_toml=text, runs=paths.runs_folder(), now=time.time())
     if args.shell:
-        print(shell_commands(plan))
+        print(shell_commands(plan, folder=str(Path.cwd())))
     elif args.sbatch:
         from gputrain_tui.lifecycle.saving_time import saving_time_before
         from gputrain_tui.plan.batch_script import script
@@ -150,7 +150,7 @@ def report(plan: Plan, name: str, *, shares: str = "") -> str:
     head += f", started by {plan.launcher}"
     if pending := [node.host for node in plan.nodes if is_pending(node.host)]:
         head += f", which chooses the hosts: {pending[0]} stands for the first of them"
-    parts = [head, table(columns, rows), shares, shell_commands(plan)]
+    parts = [head, table(columns, rows), shares, shell_commands(plan, folder=str(Path.cwd()))]
     return "\n\n".join(filter(None, parts))
 
 

@@ -9,7 +9,6 @@ from argparse import ArgumentParser, Namespace
 from gputrain_tui.commands.shared_flags import add_checkpoint, add_settings
 from gputrain_tui.lifecycle.recipe_to_run import recipe_of_checkpoint
 from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint
-from gputrain_tui.output import print_message
 from gputrain_tui.plan.planner import task_flags
 from gputrain_tui.recipe.build import load as load_recipe
 from trainer.contract.errors import ExitCode, RequestError
@@ -34,10 +33,10 @@ def run(args: Namespace) -> int:
     recipe = load_recipe(source, overrides=args.overrides)
     if recipe.script is not None:
         raise RequestError(f"{source} runs a script; `gputrain predict` needs a task, which offers predict()")
-    print_message(f"predicting with {chosen.description}, {chosen.path}")
     # A process of its own, as this one never imports torch, which reads checkpoints.
     argv = [sys.executable, "-P", "-m", "trainer.predict_inputs", str(chosen.path), "--program=gputrain"]
     argv += [f"--input={args.input}", f"--run={chosen.run_id}"]
+    argv.append(f"--note=predicting with {chosen.description}, {chosen.path}")
     training = [f"--task={recipe.train.task}", f"--seed={recipe.train.seed}", *task_flags(recipe.task_options)]
     try:
         code = subprocess.run([*argv, "--", *training]).returncode

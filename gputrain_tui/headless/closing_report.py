@@ -11,7 +11,7 @@ from gputrain_tui.headless.number_text import further_rates, loss_text, number, 
 from gputrain_tui.headless.progress import Piece, event_line, paint
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.figures import noise_text, run_throughput
-from gputrain_tui.state.finding_text import NO_LOSS, NO_STEPS, failure_words, restarts_text, run_mark
+from gputrain_tui.state.finding_text import NO_LOSS, NO_STEPS, failure_words, is_cause, restarts_text, run_mark
 from gputrain_tui.state.newest_metrics import validated_metrics
 from gputrain_tui.state.share_changes import change_text
 from gputrain_tui.tables import TableColumn, duration, on_ranks, printable, table, width as cells
@@ -160,10 +160,13 @@ def finding_lines(state: RunState) -> list[list[Piece]]:
     for finding, stands in newest_findings(state):
         if finding.severity == "info":
             continue
-        since = f"step {finding.step}: " if finding.step is not None and stands else ""
-        text = finding.message or finding.kind.replace("_", " ")
-        title = (f"{'finding' if stands else 'cleared':<11}", "dim")
-        lines.append([title, (since + text, "alarm" if stands else "dim")])
+        title, lead = ("finding" if stands else "cleared"), ""
+        if stands and finding.step is not None:
+            lead = f"step {finding.step}: "
+        elif not stands and (over_with := state.ended_attempts.over_with(finding)):
+            title, lead = "over", f"with {over_with}: "
+        text = lead + (finding.message or finding.kind.replace("_", " "))
+        lines.append([(f"{title:<11}", "dim"), (text, "alarm" if stands else "dim")])
     hidden = len(lines) - MAX_LINES
     return lines if hidden <= 0 else [*lines[:MAX_LINES], [(f"… and {hidden} findings more", "dim")]]
 
@@ -205,6 +208,8 @@ def status_line(state: RunState, *, status: str | None = None, elapsed_s: float 
     only_evaluated = not state.step and state.validations
     told = [NO_STEPS] * (not state.step) + ["record_incomplete"] * bool(state.record_gap)
     findings = [each for each in state.findings.values() if each.kind not in told and each.cause not in told]
+    if status == "failed":  # what else stood is no cause, and is listed above
+        findings = [each for each in findings if is_cause(each, state.root_cause)]
     condition = run_mark(roll_up(findings, state.ranks))
     return [
         (status, style),

@@ -201,8 +201,11 @@ def plain_line(state: RunState, *, now: float, standstill: Standstill | None = N
     return "  ".join(measures)
 
 
-def event_line(event: AnyEvent) -> list[Piece] | None:
-    """Return a line for an evaluation, checkpoint, finding, change of shares, queued job or lost events, else None."""
+def event_line(event: AnyEvent, *, over_with: str = "") -> list[Piece] | None:
+    """Return a line for an evaluation, checkpoint, finding, change of shares, queued job or lost events, else None.
+
+    ``over_with``: the attempt with which a cleared finding was over, empty where it is cleared for another reason.
+    """
     match event:
         case Validation():
             weights, step = event.weights_step, f"epoch {event.epoch}  step {event.step}"
@@ -218,7 +221,8 @@ def event_line(event: AnyEvent) -> list[Piece] | None:
         case Finding() if event.severity != "info":
             message = event.message or event.kind.replace("_", " ")
             if event.state == "cleared":
-                return [(f"cleared at step {event.step}: " if event.step else "cleared: ", "dim"), (message, "")]
+                cleared = f"cleared at step {event.step}: " if event.step else "cleared: "
+                return [(f"over with {over_with}: " if over_with else cleared, "dim"), (message, "")]
             advice = f"; {event.advice}" if event.advice else ""
             return [(f"{event.severity}: {message}{advice}", "alarm")]
         case Queued():
@@ -305,9 +309,10 @@ class ProgressView:
         """First line while it is held back; None once written."""
 
     def introduce(self, pieces: Sequence[Piece]) -> None:
-        """Set the first line, held back until a second line or until the ranks can no longer refuse the request.
+        """Set the first line, held back until something happens or until the ranks can no longer refuse the request.
 
-        A refusal by a rank is then the only output, as a refusal by the preflight is.
+        A refusal by a rank is then the only output, as a refusal by the preflight is, but for the progress of a long
+        start: the run that the first line names is deleted.
         """
         self._first_line = pieces
 
@@ -329,7 +334,8 @@ class ProgressView:
                 if self._gaps.get(event.rank) == event.message:
                     continue  # only its counts have grown
                 self._gaps[event.rank] = event.message
-            if (line := event_line(event)) is not None:
+            over_with = self._state.ended_attempts.over_with(event) if isinstance(event, Finding) else ""
+            if (line := event_line(event, over_with=over_with)) is not None:
                 self.print_line(line, wrap=type(event) is Finding)
         now, tick = self._now(), self._clock()
         self._steps.note(self._state, tick)
@@ -341,11 +347,14 @@ class ProgressView:
                 self._draw(paint(line, colour=self._colour))
         elif tick - self._plain_at >= (PLAIN_S if self._first_line is None else PLAIN_START_S):
             self._plain_at = tick
-            self.print_line([(plain_line(self._state, now=now, standstill=standstill), "")])
+            self._write([(plain_line(self._state, now=now, standstill=standstill), "")])
 
     def print_line(self, pieces: Sequence[Piece], *, wrap: bool = False) -> None:
         """Write a permanent line; ``wrap``: as several ones if the terminal is narrower, which breaks within words."""
         self.open()
+        self._write(pieces, wrap=wrap)
+
+    def _write(self, pieces: Sequence[Piece], *, wrap: bool = False) -> None:
         self.erase()
         lines = fitted(pieces, self._width()) if wrap and self._live else [pieces]
         self._stream.write("".join(f"{paint(line, colour=self._colour)}\n" for line in lines))

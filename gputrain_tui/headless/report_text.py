@@ -121,13 +121,17 @@ def _finding_lines(report: RunReport, width: int) -> list[list[Piece]]:
 def _when(finding: FindingReport, started: float | None) -> str:
     if finding.step is not None:
         last = "to the end" if finding.cleared is None else "on, cleared"
-        if finding.cleared_step is not None:
+        if finding.over_with:
+            last = f"to the end of {finding.over_with}"
+        elif finding.cleared_step is not None:
             last = f"to {finding.cleared_step:,}"
         return f"step {finding.step:,} {last}"
     if started is None:
         return "standing" if finding.cleared is None else "cleared"
     begin = duration(max(finding.time - started, 0.0))
-    return f"after {begin}" + (f", for {duration(finding.cleared - finding.time)}" if finding.cleared else "")
+    until = f", until the end of {finding.over_with}" if finding.over_with else ""
+    lasted = f", for {duration(finding.cleared - finding.time)}" if finding.cleared else ""
+    return f"after {begin}{until or lasted}"
 
 
 def _hosts(hosts: Sequence[HostHardware]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,12 +28,20 @@ def _column(key: str, name: str, *, is_number: bool = True) -> FilterColumn[Entr
 
 def cause(entry: Entry) -> str:
     """Return after how many restarts, and why a run ended that nobody has stopped, or else what stands of it."""
-    message = entry["message"] or ""
-    is_told = entry["state"] in ("failed", "lost") or (
+    message = message_text(entry)
+    is_told = entry["state"] in ("failed", "lost", "starting") or (
         entry["state"] == "stopped" and not message.startswith(BY_A_PERSON)
     )
     why = (message if is_told else "") or entry["finding"] or ""
     return ": ".join(filter(None, [restarts_text(entry["restarts"] or 0).lstrip(), why]))
+
+
+def message_text(entry: Entry) -> str:
+    """Return the message of a run, after the rank and host that failed where it does not name the rank."""
+    message, rank, host = entry["message"] or "", entry["failed_rank"], entry["failed_host"]
+    if rank is None or re.search(rf"\branks? {rank}\b", message):
+        return message
+    return f"rank {rank}{f' on {host}' if host else ''}: {message}"
 
 
 def loss_cell(entry: Entry) -> str:

@@ -27,7 +27,7 @@ from trainer.contract.record import (
     Validation,
     write_atomically,
 )
-from trainer.contract.record.numbers import Count, ExitStatus, FiniteFloat, UnixSeconds, WorldSize
+from trainer.contract.record.numbers import Count, ExitStatus, FiniteFloat, Rank, UnixSeconds, WorldSize
 from trainer.contract.record.regular_file import open_regular, read_json
 from trainer.host.boot import BootMoment, boot_id
 from trainer.host.process_identity import ProcessIdentity, is_alive
@@ -37,6 +37,8 @@ RunStateName = RunStatusName | Literal["lost"]
 """``lost``: its status is no end, but its supervisor is dead."""
 
 ENDED = ("finished", "failed", "stopped")
+PLANNED = "planned, not started: nobody has run the commands of its nodes"
+"""Message of a run by hand without a record."""
 
 
 class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -70,6 +72,9 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     restarts: Count = 0
     message: str | None = None
     """One line: why it failed, or which processes were left when it stopped."""
+    failed_rank: Rank | None = None
+    """Rank whose failure the message is about; None where it is of a host or the run."""
+    failed_host: str | None = None
     step: Count | None = None
     loss: FiniteFloat | None = None
     """Mean over the ranks at that step, in nats."""
@@ -173,7 +178,9 @@ def as_recorded(run: RunDir, status: Status) -> Status:
             # As after Ctrl-C or a kill: a rank that is gone stands for the supervisor, so that the run is lost.
             gone = ProcessIdentity(pid=going[0].pid or 1, start_ticks=0, boot_id=boot_id(), host=socket.gethostname())
             status = msgspec.structs.replace(status, supervisor=gone)
-        return msgspec.structs.replace(status, status="starting" if began is None else "running")
+        if began is None:
+            return msgspec.structs.replace(status, status="starting", message=PLANNED)
+        return msgspec.structs.replace(status, status="running")
     failure = root_cause((int(each.time * 1e9), each) for each in failures)
     code = code if failure is None else exit_code_of(failure)
     step, loss = newest_loss_of(run, status.world_size)
@@ -184,6 +191,8 @@ def as_recorded(run: RunDir, status: Status) -> Status:
         exit_code=int(code),
         ended=ended,
         message=None if failure is None else failure.message,
+        failed_rank=None if failure is None else failure.rank,
+        failed_host=None if failure is None else failure.host,
         step=step,
         loss=loss,
     )

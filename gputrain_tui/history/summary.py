@@ -9,7 +9,7 @@ from gputrain_tui.history.lost_run import lost_text
 from gputrain_tui.history.notes import Notes, read_notes
 from gputrain_tui.history.record_tail import last_step, newest_loss_of, standing_findings
 from gputrain_tui.history.run_folders import Run, UnreadableRun
-from gputrain_tui.history.status_file import ENDED, elapsed_of
+from gputrain_tui.history.status_file import ENDED, PLANNED, elapsed_of
 from gputrain_tui.state.finding_text import loss_is_nan, marking, run_mark
 from trainer.contract.errors import RecordError
 
@@ -17,7 +17,8 @@ MAX_NAME_CHARS = 60
 """Keeps a row of the list on one line of a wide terminal."""
 SUMMARY_KEYS = (
     "id", "state", "recipe", "world_size", "step", "loss", "valid", "lr", "tokens", "steps_per_s", "samples_per_s",
-    "tokens_per_s", "mfu", "noise_scale", "started", "ended", "duration_s", "exit_code", "message", "tested", "note",
+    "tokens_per_s", "mfu", "noise_scale", "started", "ended", "duration_s", "exit_code", "message", "failed_rank",
+    "failed_host", "tested", "note",
     "tags", "run_dir", "metrics", "shares", "finding", "findings", "loss_is_nan", "restarts",
 )  # fmt: skip
 """Keys of a summary, as ``gputrain runs --json`` prints them."""
@@ -67,9 +68,11 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         "noise_scale": status.noise_scale,
         "started": status.started,
         "ended": status.ended,
-        "duration_s": None if is_lost else elapsed_of(status, now),
+        "duration_s": None if is_lost or status.message == PLANNED else elapsed_of(status, now),
         "exit_code": status.exit_code,
         "message": status.message or lost_text(run.dir, status) or None,
+        "failed_rank": status.failed_rank,
+        "failed_host": status.failed_host,
         "tested": tested and {name: getattr(tested, name) for name in ("split", "weights_step", "loss", "metrics")},
         "note": notes.note or None,
         "tags": list(notes.tags),

@@ -24,6 +24,9 @@ from trainer.host.stop_request import StopRequest
 MAX_TAKEN_PORTS = 3
 """How often an attempt is made at another port because another program took the one that was free."""
 
+OF_ATTEMPT = ("host_silent", "desync", "non_finite_validation", "no_process_group")
+"""Kinds of findings that end with the attempt, which its supervisor or its ranks have raised."""
+
 
 class NextAttempt:
     """The attempts of a run after the first: their number, their hosts and their port."""
@@ -76,7 +79,7 @@ class NextAttempt:
             except RequestError as error:
                 return replace(ended, failure=not_restarted(failure, str(error)), recorded=True)
         self._status_writer.restarting(failure, *changes)
-        self._clear_silence()
+        self._clear_findings()
         self._status_writer.change_plan(plan)
         return self._launcher.with_free_port(next_plan(plan, self._dir))
 
@@ -107,11 +110,11 @@ class NextAttempt:
         self._tell(AWAITS_HOSTS, f"waiting up to {self._wait_s:g} s until all hosts reach each other, to start again")
         return self._launcher.await_network(plan, wait_s=self._wait_s, stop_request=self._stop_request)
 
-    def _clear_silence(self) -> None:
-        """Clear the findings about silent hosts: those of the next attempt have answered."""
+    def _clear_findings(self) -> None:
+        """Clear the findings of the attempt that has ended which nothing else clears."""
         self._diagnosis.follow()  # also those of a supervisor that was killed
         for finding in list(self._diagnosis.state.findings.values()):
-            if finding.kind == "host_silent":
+            if finding.kind in OF_ATTEMPT and not finding.diagnosed:
                 self._status_writer.record(msgspec.structs.replace(finding, time=time.time(), state="cleared"))
 
     @property

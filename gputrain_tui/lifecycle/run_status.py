@@ -62,6 +62,7 @@ class RunStatusWriter:
         status.supervisor = identify()
         # Set if a job was requeued.
         status.ended = status.elapsed_s = status.exit_code = status.message = None
+        status.failed_rank = status.failed_host = None
         status.findings = []
         self._write_status()
 
@@ -180,6 +181,7 @@ class RunStatusWriter:
             if not ended.recorded:
                 self.record(ended.failure)
             message, code = ended.failure.message, exit_code_of(ended.failure)
+            self._status.failed_rank, self._status.failed_host = ended.failure.rank, ended.failure.host
         message = "; ".join(filter(None, [message, self.missing_record])) or None
         if left:
             message = "; ".join(filter(None, [message, f"processes left: {', '.join(map(str, left))}"]))

@@ -374,8 +374,11 @@ def visible_devices(assigned: NodeDevices) -> dict[str, str]:
     }
 
 
-def shell_commands(plan: Plan) -> str:
-    """Return the command of each node, under a comment that names the node and its ranks."""
+def shell_commands(plan: Plan, *, folder: str) -> str:
+    """Return the command of each node, under a comment that names the node and its ranks.
+
+    ``folder``: that of the command which prints them; a node without one of its own starts there, as in a run.
+    """
     lines = []
     for node in plan.nodes:
         ranks = f"rank{'s' if len(node.ranks) > 1 else ''} {rank_range(node.ranks)} of {plan.world_size}"
@@ -383,8 +386,8 @@ def shell_commands(plan: Plan) -> str:
         lines.append(printable(title))  # one line: the rest would run as a command
         settings = [f"{key}={shell_quoted(value)}" for key, value in node.env.items()]
         command = " ".join([*settings, shell_joined(node.argv)])
-        before = shell_setup(node)
-        lines.append(f"({before} && {command})" if before else command)
+        own = node if node.workdir else msgspec.structs.replace(node, workdir=folder)
+        lines.append(f"({shell_setup(own)} && {command})")
     return "\n".join(lines)
 
 

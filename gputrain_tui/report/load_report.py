@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gputrain_tui.history.comparison import DifferingValues, differences
 from gputrain_tui.history.run_folders import RECENT_RUNS, Run, UnreadableRun, newest_runs
+from gputrain_tui.history.status_file import PLANNED
 from gputrain_tui.lifecycle.live_run import LiveRun
 from gputrain_tui.lifecycle.recipe_to_run import recipe_of
 from gputrain_tui.lifecycle.remote_nodes import path_with_host, remote_node
@@ -108,9 +109,14 @@ def saved_checkpoints(live: LiveRun) -> Iterator[SavedCheckpoint]:
 
 
 def previous_run(run: Run, others: Iterable[Run | UnreadableRun]) -> Run | None:
-    """Return the newest run of the same recipe that started before; ``others``: newest first."""
+    """Return the newest run of the same recipe that started before; ``others``: newest first.
+
+    One that was only planned is none.
+    """
     for other in others:
         if isinstance(other, UnreadableRun) or other.status.recipe != run.status.recipe:
+            continue
+        if other.status.message == PLANNED:
             continue
         if other.status.started < run.status.started:
             return other

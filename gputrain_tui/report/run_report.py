@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 
 import msgspec
@@ -14,7 +14,7 @@ from gputrain_tui.state.finding_text import failure_summary, failure_words
 from gputrain_tui.state.newest_metrics import newest_values
 from gputrain_tui.state.totals import PHASES, Totals
 from trainer.contract.outcome import RESTARTED
-from trainer.contract.record import Finding, NodeSample
+from trainer.contract.record import NodeSample
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +71,8 @@ class FindingReport(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
     cleared: float | None = None
     cleared_step: int | None = None
+    over_with: str | None = None
+    """The attempt that it was over with, such as ``attempt 1``; None where it stands, or is cleared otherwise."""
     rank: int | None = None
     host: str | None = None
     cause: str | None = None
@@ -229,7 +231,7 @@ def run_report(state: RunState, facts: RunFacts) -> RunReport:
             for each in state.validations
         ),
         metrics={name: _finite(value) for name, value in newest_values(state.metrics, state.validations).items()},
-        findings=tuple(past_findings(state.past_findings, state.findings)),
+        findings=tuple(past_findings(state)),
         earlier_findings=len(state.past_findings) == state.past_findings.maxlen,
         attempts=tuple(each.message for each in state.past_findings if each.kind == RESTARTED),
         hosts=_hosts(state),
@@ -275,7 +277,7 @@ def verdict(state: RunState, status: str) -> Verdict:
             cause=worst.cause,
             advice=worst.advice or None,
         )
-    stood = [each for each in past_findings(state.past_findings, state.findings) if each.severity != "info"]
+    stood = [each for each in past_findings(state) if each.severity != "info"]
     longest = max(stood, key=_steps_stood, default=None)
     if longest is not None and (steps := _steps_stood(longest)) > state.step / 2:
         return Verdict(
@@ -340,16 +342,16 @@ def _last_rank(state: RunState, mean_sync_share: float) -> int | None:
     return last if len(waits) > 1 and waits[last] < mean_sync_share / 2 else None
 
 
-def past_findings(events: Sequence[Finding], still_raised: Container[tuple[str, int | None]]) -> list[FindingReport]:
+def past_findings(state: RunState) -> list[FindingReport]:
     """Return each finding from when it was raised until it was cleared, by the time at which it was raised.
 
-    One that is raised again before it is cleared goes on, with its newest words. ``still_raised`` are kind and rank of
-    those that stand: one about a rank that the run no longer has was over at the last attempt's begin, or is over now.
+    One that is raised again before it is cleared goes on, with its newest words. One about a rank that the run no
+    longer has was over at the last attempt's begin, or is over now.
     """
     done: list[FindingReport] = []
     standing: dict[tuple[str, int | None], FindingReport] = {}
     restarted = 0.0
-    for event in events:
+    for event in state.past_findings:
         if event.kind == RESTARTED:
             restarted = event.time
             continue
@@ -357,7 +359,10 @@ def past_findings(events: Sequence[Finding], still_raised: Container[tuple[str, 
         before = standing.pop(key, None)
         if event.state == "cleared":
             if before is not None:
-                done.append(msgspec.structs.replace(before, cleared=event.time, cleared_step=event.step))
+                over_with = state.ended_attempts.over_with(event) or None
+                done.append(
+                    msgspec.structs.replace(before, cleared=event.time, cleared_step=event.step, over_with=over_with)
+                )
             continue
         standing[key] = FindingReport(
             kind=event.kind,
@@ -371,10 +376,10 @@ def past_findings(events: Sequence[Finding], still_raised: Container[tuple[str, 
             advice=event.advice or None,
             evidence=dict(event.evidence),
         )
-    last = max((event.time for event in events), default=0.0)
+    last = max((event.time for event in state.past_findings), default=0.0)
     for key, each in standing.items():
         over = restarted if restarted >= each.time else last
-        done.append(each if key in still_raised else msgspec.structs.replace(each, cleared=over))
+        done.append(each if key in state.findings else msgspec.structs.replace(each, cleared=over))
     return sorted(done, key=lambda each: each.time)
 
 

@@ -100,6 +100,15 @@ def failure_summary(failure: Failure) -> str:
     return who + failure_words(failure) + at
 
 
+def is_cause(finding: Finding, failure: Failure | None) -> bool:
+    """Whether a finding is what a run has failed for, as far as its kind shows."""
+    if failure is None:
+        return False
+    causes = {"out_of_memory": "memory_creep", "node_lost": "host_silent", "training": "desync"}
+    same_rank = None in (finding.rank, failure.rank) or finding.rank == failure.rank
+    return finding.kind == causes.get(failure.kind, failure.kind) and same_rank
+
+
 def by_urgency(finding: Finding) -> tuple[bool, int, int, float]:
     """Return the sort key of findings in every view: ``urgency``, and of equals the slowest rank first."""
     return *urgency(finding.kind, finding.severity), -finding.evidence.get("excess_ms", 0.0)

@@ -9,6 +9,7 @@ from typing import Any
 
 from gputrain_tui.state.checksums import DesyncState
 from gputrain_tui.state.elapsed import Pace, elapsed_s, time_by_boot
+from gputrain_tui.state.ended_attempts import EndedAttempts
 from gputrain_tui.state.figures import RunFigures, run_figures
 from gputrain_tui.state.finding_text import NO_STEPS, loss_is_nan, named_ranks
 from gputrain_tui.state.newest_metrics import NewestMetrics
@@ -60,6 +61,7 @@ class RunState:
         self.findings: dict[tuple[str, int | None], record.Finding] = {}
         """Findings that were raised and not cleared, by kind and rank."""
         self.past_findings: deque[record.Finding] = deque(maxlen=KEPT)
+        self.ended_attempts = EndedAttempts()
         self.desync = DesyncState()
         self.shares = ShareChanges()
         self.nodes: dict[int, record.NodeSample] = {}
@@ -186,9 +188,7 @@ class RunState:
     def eta_s(self) -> float | None:
         """Seconds until the last step at the pace of about the last minute, validations included."""
         total, pace = self.updates_total, self.updates_per_s
-        if total is None or pace is None:
-            return None
-        return max(total - self.step, 0) / pace
+        return None if total is None or pace is None else max(total - self.step, 0) / pace
 
     @property
     def updates_per_s(self) -> float | None:
@@ -206,8 +206,7 @@ class RunState:
 
     @property
     def missing(self) -> list[int]:
-        joined = set(self.joined)
-        return [rank for rank in sorted(self.ranks) if rank not in joined]
+        return sorted(self.ranks.keys() - set(self.joined))
 
     @property
     def record_gap(self) -> str:
@@ -382,6 +381,7 @@ class RunState:
                 self.rank(gpu.rank).sample_gpu(gpu, event.time)
 
     def _finding(self, event: record.Finding) -> None:
+        self.ended_attempts.follow(event, self.past_findings, step_time=self.step_time)
         self.past_findings.append(event)
         if event.kind == RECORD_INCOMPLETE and event.rank is not None:
             self.rank(event.rank).count_unrecorded(event)

@@ -52,6 +52,12 @@ def recipe(
     return "\n".join([*lines, *_nodes(hosts, ranks)]) + "\n"
 
 
+def as_process(command: str) -> str:
+    """Return a command of ``gputrain plan --shell`` for a shell that it replaces: a signal to that reaches it."""
+    folder, _, words = command.removeprefix("(").removesuffix(")").partition(" && ")
+    return f"{folder} && exec {words}"
+
+
 def torch_free_recipe(hosts: Sequence[str | None], ranks: Sequence[int], *lines: str) -> str:
     """Return a recipe of ranks without torch, for a test of what is around a training; lines of its ``[cluster]``."""
     script = TESTS / "support" / "torch_free_rank.py"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from host_recipe import ENDLESS, ENVIRON, check_rank, events, is_training, recipe
+from host_recipe import ENDLESS, ENVIRON, as_process, check_rank, events, is_training, recipe
 from network_namespaces import LIMIT_S, NamespaceHost, network, require_namespaces, wait_until
 
 INTERFACES = {"h1": "eth0", "h2": "ens3", "h3": "enp1s0f1"}
@@ -52,7 +52,7 @@ class NamespaceCluster:
         lines = shell.splitlines()
         for title, command in zip(lines[::2], lines[1::2], strict=True):
             (host,) = (host for host in self.hosts if f", {host.name}:" in title or f", {host.address}:" in title)
-            self.start(host, "sh", "-c", f"exec {command}")
+            self.start(host, "sh", "-c", as_process(command))
 
     def wait(self) -> dict[str, int]:
         """Wait for all commands; exit codes by host."""
@@ -64,8 +64,9 @@ class NamespaceCluster:
     def last_line(self, host: NamespaceHost) -> str:
         return self.output(host).splitlines()[-1]
 
-    def record(self, host: NamespaceHost) -> Path:
-        return self.home(host) / "record"
+    @property
+    def record(self) -> Path:
+        return self.folder / "record"
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +89,13 @@ def cluster(hosts: list[NamespaceHost], tmp_path: Path) -> Iterator[NamespaceClu
 
 
 def check_record(cluster: NamespaceCluster, ranks: Sequence[int]) -> None:
-    """Every host has recorded its ranks and no others, and all of them trained together to the end."""
+    """Every host has recorded its ranks and no others are there, and all of them trained together to the end."""
     first = 0
     checksums = set()
+    record = cluster.record
+    written = {path.stem for path in (record / "events").glob("[0-9]*.ndjson")}
+    assert written == {str(rank) for rank in range(sum(ranks))}
     for node, (host, count) in enumerate(zip(cluster.hosts, ranks, strict=True)):
-        record = cluster.record(host)
-        written = {path.stem for path in (record / "events").glob("[0-9]*.ndjson")}
-        assert written == {str(rank) for rank in range(first, first + count)}
         for local in range(count):
             place = {"host": host.name, "node": node, "local_rank": local, "interface": host.interface}
             checksums.add(check_rank(record, first + local, **place))
@@ -146,9 +147,7 @@ def test_a_link_that_goes_down_ends_every_host_with_the_name_of_the_lost_peer(cl
     cluster.start_all(cluster.plan([1, 1, 2], "--shell", "--run-dir", "record", **endless))
     firsts = dict(zip(cluster.hosts, [0, 1, 2], strict=True))
     processes = list(cluster.started.values())
-    wait_until(
-        lambda: all(is_training(cluster.record(host), rank) for host, rank in firsts.items()), "they train", processes
-    )
+    wait_until(lambda: all(is_training(cluster.record, rank) for rank in firsts.values()), "they train", processes)
     lost = cluster.hosts[2]
     lost.link("down")
     try:
@@ -158,8 +157,8 @@ def test_a_link_that_goes_down_ends_every_host_with_the_name_of_the_lost_peer(cl
     for host in cluster.hosts[:2]:
         assert "no report from ranks 2, 3 on h3" in cluster.last_line(host)
     assert "h3 has lost the other machines: its interface enp1s0f1 is down" in cluster.last_line(lost)
-    for host, rank in firsts.items():
-        failures = [event for event in events(cluster.record(host), rank) if event["type"] == "failure"]
+    for rank in firsts.values():
+        failures = [event for event in events(cluster.record, rank) if event["type"] == "failure"]
         assert [failure["kind"] for failure in failures] in (["lost_peer"], [])  # its node may have ended it before
 
 
@@ -207,8 +206,8 @@ def test_a_rank_that_is_killed_is_named_by_its_own_host_and_its_machine_by_the_o
     cluster.start_all(cluster.plan([1, 1, 2], "--shell", "--run-dir", "record", **ENDLESS))
     where = {0: 0, 3: 2}[rank]
     processes = list(cluster.started.values())
-    wait_until(lambda: is_training(cluster.record(cluster.hosts[where]), rank), "it trains", processes)
-    pids = [event["pid"] for event in events(cluster.record(cluster.hosts[where]), rank) if "pid" in event]
+    wait_until(lambda: is_training(cluster.record, rank), "it trains", processes)
+    pids = [event["pid"] for event in events(cluster.record, rank) if "pid" in event]
     os.kill(pids[-1], 9)
     codes = cluster.wait()
     assert all(codes.values())
@@ -257,7 +256,7 @@ def test_a_nameserver_that_does_not_answer_delays_a_run_and_does_not_end_it(
         cluster.start_all(cluster.plan(ranks, "--shell", "--run-dir", "record", by="address"))
         assert cluster.wait() == dict.fromkeys(INTERFACES, 0), cluster.output(cluster.hosts[0])
         check_record(cluster, ranks)
-        log = (cluster.record(cluster.hosts[0]) / "logs" / "0.log").read_text()
+        log = (cluster.record / "logs" / "0.log").read_text()
         assert "timed out after" in log, "the first attempt fails while names are looked up"
     finally:
         for host in cluster.hosts:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from host_recipe import ENVIRON, recipe
+from host_recipe import ENVIRON, as_process, recipe
 from network_namespaces import LIMIT_S, network, require_namespaces
 
 from gputrain_tui.diagnosis import HISTORY, Diagnosis
@@ -61,7 +61,7 @@ def test_a_slow_link_bounds_the_run_and_is_no_uneven_work(tmp_path: Path, slow: 
         lines = hosts[0].run(*plan, cwd=tmp_path, env=ENVIRON).stdout.splitlines()
         with (tmp_path / "output").open("w") as output:
             started = [
-                host.start("sh", "-c", f"exec {command}", cwd=tmp_path, env=ENVIRON, stdout=output, stderr=output)
+                host.start("sh", "-c", as_process(command), cwd=tmp_path, env=ENVIRON, stdout=output, stderr=output)
                 for host, command in zip(hosts, lines[1::2], strict=True)
             ]
             codes = [process.wait(LIMIT_S) for process in started]

@@ -122,6 +122,7 @@ def test_the_commands_of_a_plan_execute_nothing_of_the_folder(folder: Folder) ->
     shell = folder.call(GPUTRAIN, "plan", "r.toml", "--shell").stdout
     (line,) = [line for line in shell.splitlines() if not line.startswith("#")]
     assert " -P -m trainer " in line
+    assert line.startswith(f"(cd {folder.path} && ")
     folder.check(folder.call("sh", "-c", line))
 
 

@@ -32,10 +32,12 @@ def test_commands_that_are_typed_by_hand_are_a_run_with_a_record_like_any_other(
     lines = run_gputrain("plan", "r.toml", "--shell", "--run-dir", "rec").stdout.splitlines()
     commands = [line for line in lines if not line.startswith("#")]
     assert (listed()["state"], listed()["recipe"], listed()["world_size"]) == ("starting", "r", 2)
+    assert "planned, not started: nobody has run the commands of its nodes" in run_gputrain("runs").stdout
+    assert listed()["duration_s"] is None
     refused = run_gputrain("stop", "./rec")
     assert (refused.returncode, "are typed by hand" in refused.stderr) == (2, True)
     nodes = [
-        subprocess.Popen(command, shell=True, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(command, shell=True, cwd="/", env=environ, stdout=subprocess.PIPE, text=True)
         for command in commands
     ]
     outputs = [node.communicate(timeout=300)[0] for node in nodes]

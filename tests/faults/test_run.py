@@ -168,6 +168,7 @@ def test_killing_a_part_of_the_run_ends_all_of_it(
     assert leftovers.processes_of(run.dir.path) == []
     assert words in err
     assert bench.runs()[0].state == "failed"
+    assert not trains or f"rank 1 on {socket.gethostname()}: the process" in bench.call("runs").stdout
 
 
 def restarted(bench: Bench, *settings: str, victim: Callable[[Run], int] = lambda run: rank_pid(run, 1)) -> Run:

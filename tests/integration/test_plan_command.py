@@ -73,7 +73,7 @@ def test_the_command_prints_a_table_the_contract_and_lines_for_the_shell(plan: C
     encoded = plan("recipes/four_nodes.toml", "--json")
     found = msgspec.json.decode(encoded.stdout, type=Plan)
     lines = plan("recipes/four_nodes.toml", "--shell").stdout.splitlines()
-    assert [shlex.split(line) for line in lines[1::2]] == [node.argv for node in found.nodes]
+    assert lines[1::2] == [f"(cd {ROOT} && {shlex.join(node.argv)})" for node in found.nodes]
     assert all(line.startswith("# node ") for line in lines[::2])
 
 

@@ -97,10 +97,11 @@ def test_what_cannot_be_predicted_is_one_line(
     text: str,
 ) -> None:  # fmt: skip
     typed(typed_in)
-    code, printed, said = predicted(capfdbinary, docnn, *words, "--", *DOCNN)
+    code, printed, said = predicted(capfdbinary, docnn, "--note=predicting with a.pt", *words, "--", *DOCNN)
     assert (code, len(printed)) == (2, lines)
-    assert text in said
-    assert said.count("\n") == 1
+    *before, refusal = said.splitlines()
+    assert text in refusal
+    assert before == ["trainer: predicting with a.pt"] * bool(lines)
 
 
 @pytest.mark.parametrize("name", ["reviews.CSV", "reviews.tsv"])

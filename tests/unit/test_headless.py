@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from made_runs import make_run
@@ -209,6 +210,32 @@ def test_the_closing_table_has_evaluation_desync_check_checkpoint_and_sample(tmp
         "  │ ␛[2Jself",
     ]
     assert paint(status_line(state), colour=False) == "finished in 9 s, 120 steps, 7,680 samples"
+
+
+SLOW = Finding(time=1007.0, kind="straggler", rank=1, message="rank 1 takes longer", evidence={"excess_ms": 60.0})
+HANGS = Finding(time=1007.0, kind="stalled", rank=1, message="rank 1 hangs")
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "rank", "condition"),
+    [
+        ("finished", "", None, ", with rank 1 stalled and 1 more finding"),
+        ("stopped", "", None, ", with rank 1 stalled and 1 more finding"),
+        ("failed", "signal", 0, ""),
+        ("failed", "stalled", 1, ", with rank 1 stalled"),
+        ("failed", "stalled", 0, ""),
+    ],
+)
+def test_the_closing_line_of_a_failed_run_names_no_finding_but_its_cause(
+    status: Literal["finished", "failed", "stopped"], kind: str, rank: int | None, condition: str
+) -> None:
+    state = trained()
+    state.apply_all([SLOW, HANGS])
+    if kind:
+        state.apply(Failure(time=1008.0, kind=kind, rank=rank, message="it ended"))
+    state.apply(RunEnded(time=1009.0, status=status, exit_code=0, message="it ended"))
+    assert paint(status_line(state), colour=False) == f"{status} in 9 s, 120 steps, 7,680 samples{condition}"
+    assert ("finding    rank 1 takes longer" in plain(closing_lines(state, 80))) is True
 
 
 @pytest.mark.parametrize(
@@ -529,7 +556,9 @@ def test_a_log_mentions_the_start_only_when_it_takes_long() -> None:
     assert stream.getvalue() == ""
     clock[0] += 2.0
     view.update([])
-    assert stream.getvalue().splitlines() == ["run one", "starting 2 ranks"]
+    assert stream.getvalue().splitlines() == ["starting 2 ranks"], "a refused run would not be there any more"
+    view.open()
+    assert stream.getvalue().splitlines() == ["starting 2 ranks", "run one"]
 
 
 def test_a_finding_is_broken_at_words_on_a_terminal_and_not_at_all_in_a_log() -> None:

@@ -127,7 +127,8 @@ def test_workdir_python_and_env_of_a_node_override_those_of_the_cluster() -> Non
 @pytest.mark.parametrize(
     ("workdir", "setup", "before"),
     [
-        ("", "", ""),
+        ("", "", "cd '/my folder'"),
+        ("", "a", "cd '/my folder' && { a; }"),
         ("/the code", "", "cd '/the code'"),
         ("~/the code", "module load cuda;", "cd ~/'the code' && { module load cuda; }"),
         ("~", "a; b", "cd ~ && { a; b; }"),
@@ -139,10 +140,10 @@ def test_a_command_to_type_enters_the_nodes_folder_and_runs_its_setup_first(
     found = plan_for(*remote_nodes(1))
     node = msgspec.structs.replace(found.nodes[0], workdir=workdir, setup=setup)
     own = msgspec.structs.replace(found, nodes=[node])
-    (_, without), (_, command) = (shell_commands(each).split("\n") for each in (found, own))
-    assert command == (f"({before} && {without})" if before else without)
+    _, command = shell_commands(own, folder="/my folder").split("\n")
+    assert command == f"({before} && {shlex.join(found.nodes[0].argv)})"
     login_shell = ["bash", "-lc", f'{before} && exec "$@"', "setup"]
-    assert (shlex.join(login_shell) in script(own, name="x")) == bool(before)
+    assert (shlex.join(login_shell) in script(own, name="x")) == bool(workdir), "sbatch starts where it is typed"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from made_runs import make_run
 
 from gputrain_tui.commands.runs import report
-from gputrain_tui.history.run_columns import run_filter, sorted_runs
+from gputrain_tui.history.run_columns import cause, run_filter, sorted_runs
 from gputrain_tui.history.summary import SUMMARY_KEYS, UNREADABLE, summarize
 from gputrain_tui.tables import width
 from trainer.contract.errors import RequestError
@@ -51,6 +51,27 @@ RUNS = [
 def test_runs_are_filtered_by_the_titles_of_their_columns(text: str, kept: str) -> None:
     wanted = run_filter(text)
     assert [run["id"] for run in RUNS if wanted.keeps(run)] == kept.split()
+
+
+SIGKILL = "the process was ended by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"message": SIGKILL, "failed_rank": 1, "failed_host": "fh2"}, f"rank 1 on fh2: {SIGKILL}"),
+        ({"message": SIGKILL, "failed_rank": 0, "restarts": 2}, f"after 2 restarts: rank 0: {SIGKILL}"),
+        ({"message": "rank 1 hangs at a.py:2", "failed_rank": 1, "failed_host": "fh2"}, "rank 1 hangs at a.py:2"),
+        ({"message": "rank 12 lost rank 1", "failed_rank": 2, "failed_host": "a"}, "rank 2 on a: rank 12 lost rank 1"),
+        ({"message": "a with ranks 2, 3 lost", "failed_rank": 2, "failed_host": "a"}, "a with ranks 2, 3 lost"),
+        ({"message": "node 0 was killed by SIGKILL", "failed_host": "fh1"}, "node 0 was killed by SIGKILL"),
+        ({"message": SIGKILL, "failed_rank": 1, "finding": "rank 2 slow"}, f"rank 1: {SIGKILL}"),
+        ({"state": "starting", "message": "planned, not started"}, "planned, not started"),
+        ({"state": "finished", "finding": "rank 2 slow"}, "rank 2 slow"),
+    ],
+)
+def test_the_cause_of_a_failed_run_names_its_rank_and_host_once(values: dict[str, Any], text: str) -> None:
+    assert cause(entry("a", **{"state": "failed", **values})) == text
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import synthetic
 from jsonschema import validate
+from plans import plan_for
 from synthetic import BEGIN, write
 
 from gputrain_tui import cli
@@ -18,7 +19,7 @@ from gputrain_tui.headless.progress import paint
 from gputrain_tui.headless.report_text import report_lines
 from gputrain_tui.history.hardware_series import HardwareSeries
 from gputrain_tui.history.metric_curves import MetricCurves
-from gputrain_tui.history.run_folders import Run, find
+from gputrain_tui.history.run_folders import Run, create_by_hand, find
 from gputrain_tui.history.series import Series
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.lifecycle.remote_nodes import RemoteNode, write_remote_node
@@ -40,6 +41,7 @@ from trainer.contract.record import (
     GroupSync,
     NodeSample,
     RankState,
+    RunDir,
     Step,
     Validation,
     World,
@@ -112,7 +114,9 @@ def test_a_finding_has_the_time_at_which_it_was_raised_first_and_at_which_it_was
         finding("straggler", 30, rank=1),
         finding("memory_creep", 40, rank=0, state="cleared"),
     ]
-    found = past_findings(events, {("imbalance", None), ("straggler", 1)})
+    state = RunState(world_size=2)
+    state.apply_all(events)
+    found = past_findings(state)
     assert [(each.kind, each.time - BEGIN, each.step, each.cleared_step, each.severity) for each in found] == [
         ("straggler", 10, 10, 20, "critical"),
         ("imbalance", 15, 15, None, "warning"),
@@ -142,10 +146,10 @@ def test_the_report_of_a_stopped_run_says_what_stopped_it(tmp_path: Path) -> Non
 def test_a_finding_of_a_rank_that_the_run_no_longer_has_does_not_stand() -> None:
     state = RunState(world_size=2)
     state.apply_all([step(1), step(1, rank=1), finding("straggler", 5, rank=1)])
-    assert [each.cleared for each in past_findings(state.past_findings, state.findings)] == [None]
+    assert [each.cleared for each in past_findings(state)] == [None]
     state.apply_all([finding("imbalance", 8), World(time=BEGIN + 9, world_size=1)])
     assert verdict(state, "running").kind == "imbalance"
-    over, stands = past_findings(state.past_findings, state.findings)
+    over, stands = past_findings(state)
     assert (over.kind, over.cleared) == ("straggler", BEGIN + 8)
     assert (stands.kind, stands.cleared) == ("imbalance", None)
 
@@ -348,6 +352,10 @@ def test_the_recipe_is_compared_with_the_run_before(tmp_path: Path) -> None:
     assert found is not None
     assert found.id == runs[0].id
     assert previous_run(runs[0], [runs[2], runs[1], runs[0]]) is None
+    planned = RunDir(tmp_path / "20261121-010203-planned")
+    plan = plan_for("cpu_ranks = 2")
+    create_by_hand(planned, plan, recipe="demo", recipe_toml=table, runs=tmp_path, now=runs[2].status.started - 0.1)
+    assert previous_run(runs[2], [find(planned.path.name, tmp_path), runs[0]]) == runs[0], "it was never started"
     (change,) = recipe_changes(found, runs[2])
     assert (change.key, change.before, change.now) == ("train.lr", "0.1", "0.2")
     found.dir.recipe.write_text("torn = [")

@@ -16,7 +16,7 @@ from gputrain_tui.console.screens.recipe_page import NEW_LABEL, RecipePage
 from gputrain_tui.console.screens.start_and_stop import launch
 from gputrain_tui.console.widgets.canvas import Copyable
 from gputrain_tui.console.widgets.form import Form
-from gputrain_tui.plan.planner import shell_commands
+from gputrain_tui.plan.planner import Plan, shell_commands
 from gputrain_tui.preflight import errors, summary
 from gputrain_tui.recipe.files import complete_path, recipe_files
 from gputrain_tui.recipe.form_fields import NODE_KEY, Field
@@ -288,7 +288,7 @@ class LaunchScreen(RecipePage):
             self.console.report("there is no plan to copy yet")
             return
         several = "s" * (len(plan.nodes) != 1)
-        self.console.copy(shell_commands(plan) + "\n", f"the command{several} of {len(plan.nodes)} node{several}")
+        self.console.copy(self._commands(plan), f"the command{several} of {len(plan.nodes)} node{several}")
 
     def copyable(self) -> Copyable | None:
         """Return the command of the node under the cursor; if it is on none, the commands of all nodes."""
@@ -298,9 +298,12 @@ class LaunchScreen(RecipePage):
         node = NODE_KEY.fullmatch(field.key) if field is not None and self.form.has_focus else None
         index = int(node[1]) if node is not None else -1
         if not 0 <= index < len(plan.nodes):
-            return Copyable(shell_commands(plan) + "\n", "the command of every node")
+            return Copyable(self._commands(plan), "the command of every node")
         only = msgspec.structs.replace(plan, nodes=[plan.nodes[index]])
-        return Copyable(shell_commands(only) + "\n", f"the command of node {index}")
+        return Copyable(self._commands(only), f"the command of node {index}")
+
+    def _commands(self, plan: Plan) -> str:
+        return shell_commands(plan, folder=str(self.session.folder.absolute())) + "\n"
 
     @work(group="launch")
     async def action_launch(self) -> None:

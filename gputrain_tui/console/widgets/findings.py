@@ -46,6 +46,8 @@ class FindingEntry:
     """The rank; for stragglers of a node the most delayed one; None: the whole run."""
     message: str
     cleared: bool = False
+    over_with: str = ""
+    """The attempt that it was over with, where it is cleared for no other reason."""
     where: str = ""
     """Host and device."""
     ranks: int = 1
@@ -72,7 +74,8 @@ def finding_entries(state: RunState) -> list[FindingEntry]:
     if cause is not None and lost:
         entries.append(_lost(cause, lost))
     for finding, stands, members in newest_findings_with_members(state):
-        entries.append(_raised(finding, members, cleared=not stands))
+        over_with = "" if stands else state.ended_attempts.over_with(finding)
+        entries.append(_raised(finding, members, cleared=not stands, over_with=over_with))
     most_changes = 5  # the newest
     changed = [change for change in state.shares.changes if change.cause != "start"]
     entries += [_changed(change) for change in changed[-most_changes:]]
@@ -85,12 +88,13 @@ def _order(entry: FindingEntry) -> tuple[bool, tuple[int, ...], float, int]:
     return entry.cleared, order, -entry.time, entry.rank if entry.rank is not None else -1
 
 
-def _raised(finding: Finding, members: Sequence[Finding] = (), *, cleared: bool) -> FindingEntry:
+def _raised(finding: Finding, members: Sequence[Finding] = (), *, cleared: bool, over_with: str = "") -> FindingEntry:
     return FindingEntry(
         key=(finding.kind, finding.rank, finding.time),
         time=finding.time,
         severity=finding.severity,
         cleared=cleared,
+        over_with=over_with,
         rank=finding.rank,
         where=" ".join(filter(None, (finding.host, (finding.device or "").partition(" ")[0]))),
         message=printable(finding.message or finding.kind.replace("_", " ")),
@@ -159,10 +163,12 @@ def draw_findings(
     """
     if not entries:
         return [title_row(width, [("findings", "title")]), *centred_text(width, height - 1, [none])]
-    cleared = sum(entry.cleared for entry in entries)
+    over = sum(bool(entry.over_with) for entry in entries)
+    cleared = sum(entry.cleared for entry in entries) - over
     changes = sum(entry.key[0] == SHARES for entry in entries)
-    left: Row = [("findings", "title"), (" ", "base"), (f"{len(entries) - cleared - changes:,}", "bright")]
+    left: Row = [("findings", "title"), (" ", "base"), (f"{len(entries) - over - cleared - changes:,}", "bright")]
     left += [(f"  {cleared:,} cleared", "dim")] if cleared else []
+    left += [(f"  {over:,} over", "dim")] if over else []
     left += [(f"  {changes} change{'s' * (changes > 1)} of shares", "dim")] if changes else []
     shown = _shown(entries, width, height - 1, cursor, opened=opened, focused=focused)
     is_cut = sum(len(_line(entry, width)) for entry in entries) > len(shown)
@@ -209,10 +215,12 @@ def _line(entry: FindingEntry, width: int, *, pointed: bool = False, most: int |
     """Return an entry with its whole message; if that takes more than ``most`` lines, with its summary and a part."""
     sign, sign_role = SEVERITY_SIGNS.get(entry.severity, SEVERITY_SIGNS["warning"])
     role = "dim" if entry.cleared else "bright"
-    signs: Row = [("▸" if pointed else " ", "accent"), ("✓ ", "dim") if entry.cleared else (f"{sign} ", sign_role)]
+    if entry.cleared:
+        sign, sign_role = "–" if entry.over_with else "✓", "dim"
+    signs: Row = [("▸" if pointed else " ", "accent"), (f"{sign} ", sign_role)]
     when = (time.strftime("%H:%M:%S  ", time.localtime(entry.time)), "dim")
     who = f"{entry.ranks:,} ranks" if entry.ranks > 1 else _rank_or_run(entry)
-    cleared: Row = [("  cleared", "dim")] if entry.cleared else []
+    cleared: Row = [(f"  {end}", "dim")] if (end := _end(entry)) else []
     if width < NARROW_CELLS:
         head = [*signs, when, (who, role), *cleared]
         message = _indented(entry.message, role, width)
@@ -220,7 +228,7 @@ def _line(entry: FindingEntry, width: int, *, pointed: bool = False, most: int |
             return [head, *message]
         return _cut([[*signs, (entry.short, role), *cleared] if entry.short else head, *message], most)
     indent = 23  # cells of signs, time and rank before a message on the same line
-    usable = width - indent - 2 - (9 if entry.cleared else 0)
+    usable = width - indent - 2 - row_cells(cleared)
     texts = _wrapped(entry.message, usable)
     is_cut = most is not None and len(texts) > most
     if is_cut:
@@ -233,6 +241,11 @@ def _line(entry: FindingEntry, width: int, *, pointed: bool = False, most: int |
     if entry.where and row_cells(head) + len(entry.where) + 3 <= width:
         head.append((f"  {printable(entry.where)}", "dim"))
     return rows
+
+
+def _end(entry: FindingEntry) -> str:
+    """Return how an entry's finding ended; empty while it stands."""
+    return f"over with {entry.over_with}" if entry.over_with else "cleared" if entry.cleared else ""
 
 
 def _rank_or_run(entry: FindingEntry) -> str:
@@ -270,7 +283,7 @@ def finding_text(entry: FindingEntry) -> str:
     """Return an entry as text to paste: time, severity, rank, host, message, evidence, last line, advice, members."""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.time))
     about = entry.message if entry.members else _about(entry)
-    lines = [f"{at}  {entry.severity}{', cleared' if entry.cleared else ''}: {about}"]
+    lines = [f"{at}  {', '.join(filter(None, [entry.severity, _end(entry)]))}: {about}"]
     for label, text in (("evidence", ", ".join(_figures(entry))), ("said", entry.last_line), ("advice", entry.advice)):
         lines += [f"{label}: {text}"] if text else []
     for member in entry.members:

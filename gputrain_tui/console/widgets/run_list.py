@@ -26,6 +26,7 @@ from gputrain_tui.history.run_columns import (
     NEWEST_FIRST,
     RUN_COLUMNS,
     Entry,
+    message_text,
     metric_names,
     metrics_text,
     run_filter,
@@ -245,7 +246,7 @@ class RunCard(Canvas):
         rows: list[Row] = [title_row(width, [(printable(entry["id"]), "title"), (f"  {sign} {entry['state']}", role)])]
         if entry["message"]:
             role = "error" if entry["state"] == "failed" else "bright"
-            rows += [[(line, role)] for line in wrap_text(printable(entry["message"]), width)]
+            rows += [[(line, role)] for line in wrap_text(printable(message_text(entry)), width)]
         if entry["finding"]:
             finding = f"{entry['state']}, with {printable(entry['finding'])}"
             rows += [[(line, "warning")] for line in wrap_text(finding, width)]

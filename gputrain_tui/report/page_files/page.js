@@ -116,7 +116,7 @@ function rankTable(report) {
 function findingTable(report) {
   const rows = report.findings.filter((each) => each.severity !== "info" && (view.rank === "" || each.rank === null || String(each.rank) === view.rank)).slice(0, 200).map((each) => {
     const stands = each.cleared === null;
-    const when = each.step !== null ? `step ${number(each.step, 0)} ${stands ? "to the end" : each.cleared_step === null ? "on, cleared" : "to " + number(each.cleared_step, 0)}` : report.started === null ? "" : `after ${seconds(each.time - report.started)}`;
+    const when = each.step !== null ? `step ${number(each.step, 0)} ${stands ? "to the end" : each.over_with !== null ? "to the end of " + each.over_with : each.cleared_step === null ? "on, cleared" : "to " + number(each.cleared_step, 0)}` : report.started === null ? "" : `after ${seconds(each.time - report.started)}`;
     const text = make("span", {}, make("span", stands ? { class: "alarm" } : {}, each.message), each.advice && stands ? make("p", { class: "faint" }, "→ " + each.advice) : "");
     return [when, each.kind.replaceAll("_", " "), text];
   });

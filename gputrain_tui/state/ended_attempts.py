@@ -1,0 +1,53 @@
+"""Findings that were over with an attempt: its processes and hosts were given up, so nothing was mended. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gputrain_tui.state.finding_text import HOST_KINDS
+from trainer.contract.outcome import REQUEUED, RESTARTED
+from trainer.contract.record import Finding
+from trainer.contract.record.unrecorded import RECORD_INCOMPLETE
+
+MAX_EVENTS = 2000
+"""Memory bound: raised and cleared events of the findings that a state keeps."""
+
+
+class EndedAttempts:
+    """The attempt with which each finding was over that was cleared because its attempt had ended."""
+
+    def __init__(self) -> None:
+        self._ended_at = 0.0
+        """When the attempt before the newest one ended, Unix seconds."""
+        self._name = ""
+        """Of that attempt; empty before the first end."""
+        self._over: dict[tuple[str, int | None, float], str] = {}
+        """Name of the attempt by kind, rank and time of a finding's raised and cleared events."""
+
+    def follow(self, event: Finding, past: Sequence[Finding], *, step_time: float) -> None:
+        """Note an event about a finding, after the ``past`` ones; ``step_time``: of the newest step, Unix seconds."""
+        if event.kind in (RESTARTED, REQUEUED):
+            self._ended_at = event.time
+            self._name = f"attempt {event.evidence.get('attempt', 0):.0f}" if event.kind == RESTARTED else "its job"
+        if event.state == "raised" or not self._name:
+            return
+        key = event.kind, event.rank
+        raised = next((each for each in reversed(past) if (each.kind, each.rank) == key), None)
+        if raised is not None and raised.state == "raised" and self._is_over(raised, step_time):
+            for each in (raised, event):
+                self._over[each.kind, each.rank, each.time] = self._name
+            while len(self._over) > MAX_EVENTS:
+                del self._over[next(iter(self._over))]
+
+    def _is_over(self, raised: Finding, step_time: float) -> bool:
+        """Whether a finding that is cleared now was over with the attempt before.
+
+        Comparisons of ranks start over with an attempt, but the state of a host may last until steps show that it has
+        changed. Gaps of the record have nothing to do with attempts.
+        """
+        lasted = raised.kind in HOST_KINDS and step_time > self._ended_at
+        return raised.time <= self._ended_at and raised.kind != RECORD_INCOMPLETE and not lasted
+
+    def over_with(self, finding: Finding) -> str:
+        """Return the attempt with which a finding was over, by its raised or cleared event; empty where it was not."""
+        return self._over.get((finding.kind, finding.rank, finding.time), "")
