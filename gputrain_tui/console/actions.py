@@ -103,7 +103,7 @@ ACTIONS: tuple[Action, ...] = (
     *_group("Panels", "run",
         ("show('bars')", "b", "Bars", 12, "Show the phases of a step, rank by rank; press again to zoom"),
         ("show('late')", "h", "Late", 13, "Show which ranks were late, over time; press again to zoom"),
-        ("show('findings')", "f", "Findings", 14, "Show the findings; enter shows evidence and advice"), folds=2),
+        ("show('findings')", "f", "Findings", 14, "Show the findings; again to zoom; enter: evidence"), folds=2),
     *_group("Panels", "run rank",
         ("show('log')", "o", "Log", 15, "Show the output of the ranks; press again to zoom"), folds=2),
     *_group("Panels", "rank", ("show('step')", "t", "Step", 12, "Show the rank's step times"), folds=2),

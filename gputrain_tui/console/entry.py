@@ -66,12 +66,12 @@ def show(run: Run | None, *, fps: float | None, hostfile: str | None = None) -> 
     Raises:
         RequestError: there is no terminal that can show it, or the hostfile is wrong.
     """
-    _require_terminal()
     hosts: tuple[HostEntry, ...] = ()
     if hostfile is not None:
         from gputrain_tui.hosts.hostfile import read_hostfile
 
         hosts = read_hostfile(Path(hostfile))
+    _require_terminal()
     before = os.environ.get(TEXTUAL_FPS)
     if fps is not None:
         os.environ[TEXTUAL_FPS] = str(math.ceil(fps))

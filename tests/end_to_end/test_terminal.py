@@ -170,8 +170,8 @@ def test_the_demo_is_launched_left_found_again_and_stopped_by_keys(terminal: Tmu
     assert terminal.exit_code("gputrain", 1) == 0
     (run,) = list_runs(home / "runs")
     assert run.state == "running", "leaving the console leaves the run"
-    told = terminal.screen().replace("\n", "")
-    assert f"1 run goes on: {run.id} (`gputrain attach {run.id}`, `gputrain stop {run.id}`)" in told
+    text = terminal.screen().replace("\n", "")
+    assert f"1 run goes on: {run.id} (`gputrain attach {run.id}`, `gputrain stop {run.id}`)" in text
 
     terminal.start(f"{GPUTRAIN} attach", 2)
     again = losses(terminal.until(lambda screen: set(losses(screen)) == {0, 1}, "both ranks once more"))
@@ -264,8 +264,8 @@ def test_a_run_directory_anywhere_is_attached_to_by_its_path(terminal: Tmux, tmp
 def test_a_dumb_terminal_gets_a_line_in_place_of_the_screen(terminal: Tmux) -> None:
     terminal.start(f"TERM=dumb {GPUTRAIN}", 1)
     assert terminal.exit_code("gputrain", 1) == 2
-    told = terminal.screen().replace("\n", "")
-    assert told.startswith("gputrain: the console needs a terminal that it can draw on, not TERM=dumb; `gputrain run")
+    text = terminal.screen().replace("\n", "")
+    assert text.startswith("gputrain: the console needs a terminal that it can draw on, not TERM=dumb; `gputrain run")
     terminal.start(f"{GPUTRAIN} | cat", 2)
     terminal.exit_code("gputrain", 2)
     assert "the console needs a terminal; `gputrain run RECIPE`" in terminal.screen().replace("\n", "")

@@ -232,6 +232,17 @@ async def test_runs_are_sorted_and_filtered_by_the_titles_of_their_columns(three
 
 
 @in_loop
+async def test_a_long_filter_that_nothing_matches_says_so_in_a_narrow_terminal(three_runs: list[Run]) -> None:
+    app = quiet_app()
+    async with app.run_test(size=(40, 12)) as pilot:
+        await open_screen(pilot, history())
+        await pilot.press("slash", *"!recipe:slow !recipe:fast !recipe:broken", "enter")
+        await settle(pilot)
+        assert "No run matches '!recipe:slow" in screen_text(app)
+        assert "esc clears the filter" in screen_text(app)
+
+
+@in_loop
 async def test_a_filter_that_is_not_understood_stays_in_the_line(three_runs: list[Run]) -> None:
     app = quiet_app()
     notices: list[str] = []

@@ -27,7 +27,7 @@ from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.overlay_chart import CurveReader
 from gputrain_tui.console.widgets.rank_grid import RankGrid
 from gputrain_tui.history.record_tail import last_steps
-from gputrain_tui.history.run_folders import Run, list_runs
+from gputrain_tui.history.run_folders import Run, list_runs, open_run
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.history.summary import summarize
 from gputrain_tui.lifecycle.live_run import LiveRun
@@ -296,9 +296,12 @@ async def test_a_run_that_ended_is_never_shown_as_going_on_while_its_record_is_r
     outcome: RunStatusName, size: tuple[int, int], tmp_path: Path
 ) -> None:
     run = synthetic.run(tmp_path, steps=2000, status=outcome, failed_rank=1 if outcome == "failed" else None)
-    write_status(run.dir, replace(run.status, status=outcome, message="rank 1 failed" if outcome == "failed" else None))
+    message = "rank 1 failed" if outcome == "failed" else None
+    write_status(run.dir, replace(run.status, status=outcome, message=message, step=2000, loss=1.25))
+    ended = open_run(run.dir.path)
+    assert ended is not None
     clock = ManualClock(100.0, tick=1.0)  # each poll reads one portion
-    app = GputrainApp(run, clocked=False, follow=lambda found: LiveRun(found, clock=clock), runs=list)
+    app = GputrainApp(ended, clocked=False, follow=lambda found: LiveRun(found, clock=clock), runs=list)
     async with app.run_test(size=size) as pilot:
         await pilot.pause()
         live, portions = app.live, 0
@@ -310,6 +313,7 @@ async def test_a_run_that_ended_is_never_shown_as_going_on_while_its_record_is_r
             screen = "\n".join(rows(app))
             assert outcome in rows(app)[0]
             assert "reading the record" in rows(app)[0]
+            assert rows(app)[1].split() == ["step", "2,000", "loss", "1.2500"]
             for wrong in ("running", "training", "waiting", "Stop", "no findings", "nothing was found", "nothing to"):
                 assert wrong not in screen
             assert ("failed at step" in screen, "launch" in screen) == (False, False)

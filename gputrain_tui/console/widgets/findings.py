@@ -171,8 +171,8 @@ def draw_findings(
     left += [(f"  {over:,} over", "dim")] if over else []
     left += [(f"  {changes} change{'s' * (changes > 1)} of shares", "dim")] if changes else []
     shown = _shown(entries, width, height - 1, cursor, opened=opened, focused=focused)
-    is_cut = sum(len(_line(entry, width)) for entry in entries) > len(shown)
-    hint = "⏎ evidence and advice" if focused else "f f shows all" if is_cut else ""
+    is_cut = not focused and sum(len(_line(entry, width)) for entry in entries) > len(shown)
+    hint = "f f shows all" if is_cut else "⏎ evidence and advice" if focused else ""
     title = title_row(width, left, [[(hint, "dim")]] if hint else [])
     return fit_rows([title, *(row for _, row in shown)], width, height)
 

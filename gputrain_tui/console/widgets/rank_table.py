@@ -11,6 +11,7 @@ from gputrain_tui.console.widgets.drawing import (
     EMPTY,
     Row,
     centred_text,
+    crop,
     fit_row,
     fit_rows,
     merge,
@@ -77,8 +78,8 @@ def draw_grid(grid: GridView, width: int, height: int) -> list[Row]:
     rows = fit_rows([_head(grid, width, visible), _titles(grid, columns)], width, min(height, HEAD_LINES))
     shown = grid.rows[grid.top : grid.top + visible]
     if not shown:
-        text = f"no rank matches {printable(grid.filter_text)}" if grid.filter_text else "no rank has reported yet"
-        return rows + centred_text(width, visible, [text])
+        none = [crop(f"no rank matches {printable(grid.filter_text)!r}", width), "esc clears the filter"]
+        return rows + centred_text(width, visible, none if grid.filter_text else ["no rank has reported yet"])
     thumb = scroll_thumb(grid.top, visible, len(grid.rows))
     for y, view in enumerate(shown):
         row = fit_row(_line(grid, view, columns), width - scrolls)

@@ -10,7 +10,7 @@ from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_rows, row_cells
 from gputrain_tui.console.widgets.panel import ClockPanel
 from gputrain_tui.diagnosis.roll_up import roll_up
 from gputrain_tui.headless.number_text import loss_text
-from gputrain_tui.history.status_file import ENDED
+from gputrain_tui.history.status_file import ENDED, Status
 from gputrain_tui.state import RunState
 from gputrain_tui.state.figures import RunFigures, noise_text
 from gputrain_tui.state.finding_text import by_urgency, failure_summary, finding_summary, run_mark
@@ -86,6 +86,8 @@ class RunHeading:
     standstill: Standstill | None = None
     reading: float | None = None
     """Share of the record read so far, 0 to 1; None once all of it was read."""
+    end: Status | None = None
+    """Status of a run that has ended while its record is still being read, up to an earlier step."""
     condition: Sequence[Row] = ()
     """Condition of the run, the longest form first."""
     note: str = ""
@@ -149,14 +151,15 @@ def _figures(head: RunHeading, width: int) -> Row:
     s, tested = head.summary, head.tested
     if head.status == "deleted":
         return [(" this run was deleted; below is what was read of it before", "warning")]
+    if head.end is not None:
+        at, loss = head.end.step, loss_text(head.end.loss)
+        return [(" step ", "dim"), (f"{at:,}", "bright"), ("   loss ", "dim"), (loss, "title")] if at else []
     if not s.step and tested is not None:
         shown = evaluation(of_weights(tested.weights_step or 0), tested.loss, tested.metrics)
         return [(f" {tested.split} ", "dim"), (printable(shown), "title")]
     if not s.step:
         over = head.status in (*ENDED, "lost")
         text = "no step was measured" if over else "no step yet: ranks are joining" if head.joins else "no step yet"
-        if over and head.reading is not None:
-            return []
         return [(f" {printable(head.unmeasured or text)}", "dim")]
     total = f"{head.total:,}" if head.total else ""
     step = f"{s.step:,}".rjust(max(len(total), 5))
@@ -250,6 +253,7 @@ def heading(live: LiveRun) -> RunHeading:
         eta_s=state.eta_s,
         standstill=live.standstill,
         reading=live.reading,
+        end=live.run.status if live.status in ENDED and not live.caught_up else None,
         condition=run_condition(state, live.status, live.standstill) if live.caught_up else (),
         note=_note(live),
         joins=bool(state.missing),

@@ -12,6 +12,7 @@ from gputrain_tui.console.widgets.drawing import (
     EMPTY,
     Row,
     centred_text,
+    crop,
     fit_row,
     format_short,
     pad,
@@ -221,7 +222,7 @@ class RunList(Listing[Entry]):
         if self.listed is None:
             lines = ["looking for runs"]
         elif self.listed:
-            lines = [f"No run matches {self.filter.text!r}.", "", "esc clears the filter, / changes it."]
+            lines = [crop(f"No run matches {self.filter.text!r}.", width), "", "esc clears the filter, / changes it."]
         else:
             lines = ["No run yet.", "", "d trains the demo: two processes on this CPU, half a minute, no download.",
                      "2 opens a recipe, or writes one for your script, a task or a torchrun command.",

@@ -84,7 +84,8 @@ def test_of_each_group_the_rank_that_failed_is_shown_or_one_with_a_finding_or_th
 
 def test_a_filter_that_keeps_nothing_is_named() -> None:
     frame = draw_grid(grid([], filter_text="host:moon"), 78, 6)
-    assert "no rank matches host:moon" in "".join(map(row_text, frame))
+    assert "no rank matches 'host:moon'" in "".join(map(row_text, frame))
+    assert "esc clears the filter" in "".join(map(row_text, frame))
 
 
 def test_ranks_that_have_not_started_show_dashes() -> None:
