@@ -26,8 +26,8 @@ class LocalFacts:
 
     names: frozenset[str] = frozenset()
     """Its host names and addresses, in lower case."""
-    addresses: tuple[str, ...] = ()
-    """Addresses under which other machines may reach it, the likeliest first."""
+    address: str = ""
+    """Address from which it reaches the other hosts, so that they may reach it there; empty without a route."""
     free_port: int = DEFAULT_PORT
     """A port of this machine that was free when the facts were read."""
     python: str = "python"

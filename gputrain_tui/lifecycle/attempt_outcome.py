@@ -21,6 +21,7 @@ from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import (
     LOST_PEER_KINDS,
     RECORD_END_MISSING,
+    SOCKET_NOTE,
     NodeOutcome,
     lost_peer_text,
     node_outcome,
@@ -222,12 +223,16 @@ def largest_rank(run_dir: RunDir, node: int) -> int | None:
 
 
 def last_lines(path: Path, count: int, *, since: int = 0) -> list[str]:
-    """Return the last non-blank lines of a text file after byte ``since``; none when it cannot be read."""
+    """Return the last non-blank lines of a text file after byte ``since``; none when it cannot be read.
+
+    Torch's notes on connections, which explain nothing, are left out where there is anything else.
+    """
     try:
         text = read_tail(path, min(LOG_BYTES, max(size_of(path) - since, 0))).decode("utf-8", "replace")
     except OSError:
         return []
-    return [line.rstrip() for line in text.splitlines() if line.strip()][-count:]
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return ([line for line in lines if not SOCKET_NOTE.match(line)] or lines)[-count:]
 
 
 def _trained(path: Path) -> bool:

@@ -289,7 +289,7 @@ def _refuse_loopback(recipe: Recipe, machines: Sequence[str], local: LocalFacts)
         if node.host is None and index > 0:
             continue
         if node.host is None or is_loopback(address_of(node.host)):
-            known = f", such as {local.addresses[0]}" if local.addresses else ""
+            known = f", such as {local.address}" if local.address else ""
             away = peer if index == 0 else machines[0]
             problem = f"is missing, but the other node {away} must reach this one"
             if node.host:

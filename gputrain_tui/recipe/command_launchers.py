@@ -141,13 +141,24 @@ ENDPOINT = (
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "")
 
 
+DEFAULT_PORTS = (29500, 29400)
+"""Of torch's launchers: of a fixed rendezvous, and of ``c10d``."""
+
+
 def set_endpoint(command: LaunchCommand, host: str | None, port: str | None, nodes: int) -> None:
-    """Set ``init_method`` to the command's endpoint for several nodes; one node finds a free port by itself."""
+    """Set ``init_method`` to the command's endpoint for several nodes; one node finds a free port by itself.
+
+    So do several whose port is a launcher's default, which fixes nothing: two runs would have the same.
+    """
     if nodes == 1 or host is None or host in LOOPBACK:
         if given := [command.typed_flags[name] for name in ENDPOINT if name in command.typed_flags]:
             command.notes.append(f"{', '.join(given)}: not needed, as gputrain finds a free port")
         return
-    number = parse_number(port, "port") if port else 29500
+    number = parse_number(port, "port") if port else DEFAULT_PORTS[0]
+    if number in DEFAULT_PORTS and command.nodes[0].get("host") == host:
+        if port:
+            command.notes.append(f"port {port}: left out, as the default of the launcher; gputrain finds a free port")
+        return
     command.cluster["init_method"] = f"tcp://{f'[{host}]' if ':' in host else host}:{number}"
 
 

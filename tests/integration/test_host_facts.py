@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import sys
 import psutil
 import pytest
 
-from trainer.host.addresses import interface_addresses, is_interface_up, is_loopback
+from gputrain_tui.hosts.local_facts import local_facts
+from trainer.host.addresses import interface_addresses, is_interface_up, is_loopback, own_addresses
 from trainer.host.boot import boot_time_s
 from trainer.host.memory import read_memory
 from trainer.host.ports import free_port, is_port_free, own_connections
@@ -110,3 +112,12 @@ def test_connections_of_either_side_are_found() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as made:
         found = [each.getsockname() for each in own_connections()]
         assert {server.getsockname(), made.getsockname()} <= set(found)
+
+
+@pytest.mark.skipif(shutil.which("ip") is None, reason="needs iproute2")
+@pytest.mark.parametrize("other", ["203.0.113.9", "10.255.255.1"])
+def test_the_address_to_give_the_others_is_that_of_the_route_to_them(other: str) -> None:
+    own = next(address for address in own_addresses() if not is_loopback(address) and ":" not in address)
+    told = subprocess.run(["ip", "route", "get", other], capture_output=True, text=True).stdout
+    source = told.partition(" src ")[2].partition(" ")[0]
+    assert local_facts([None, own, other]).address == source

@@ -11,7 +11,7 @@ from gputrain_tui.plan.planner import Plan, plan
 from gputrain_tui.recipe.build import build
 
 HERE = LocalFacts(
-    names=frozenset({"box", "10.0.0.1", "fe80::1"}), addresses=("10.0.0.1",), free_port=20123, python="/venv/python"
+    names=frozenset({"box", "10.0.0.1", "fe80::1"}), address="10.0.0.1", free_port=20123, python="/venv/python"
 )
 
 

@@ -67,7 +67,17 @@ def read(text: str) -> LaunchCommand:
         (
             "/opt/env/bin/torchrun --nnodes=1:2 --max-restarts 3 --master_addr 10.0.0.1 train.py",
             [{"host": "10.0.0.1", "ranks": 1}, {"host": "host1", "ranks": 1}],
-            {"python": "/opt/env/bin/python", "init_method": "tcp://10.0.0.1:29500", "max_restarts": 3},
+            {"python": "/opt/env/bin/python", "max_restarts": 3},
+        ),
+        (
+            "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint gpu1:29400 train.py",
+            [{"host": "gpu1", "ranks": 8}, {"host": "host1", "ranks": 8}],
+            {},
+        ),
+        (
+            "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint=gpu1:29501 train.py",
+            [{"host": "gpu1", "ranks": 8}, {"host": "host1", "ranks": 8}],
+            {"init_method": "tcp://gpu1:29501"},
         ),
         ("accelerate launch train.py", [{"gpus": "all"}], {}),
         ("accelerate launch --multi_gpu --num_processes 4 train.py", [{"ranks": 4}], {}),

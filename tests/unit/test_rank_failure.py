@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from gputrain_tui.lifecycle.attempt_outcome import last_lines
 from trainer.agent.rank_failure import error_line, last_error
 
 CARRIED = """\
@@ -44,3 +45,25 @@ def test_a_log_that_ends_with_such_an_error_names_it_too(tmp_path: Path) -> None
 )
 def test_another_error_is_shown_by_its_class_and_first_line(error: BaseException, line: str) -> None:
     assert error_line(error) == line
+
+
+NOTE = "[W1128 16:12:04.123456789 socket.cpp:764] [c10d] The client socket cannot be initialized to connect to [h1]"
+ERROR = "[E1128 16:12:04.123456789 socket.cpp:1023] [c10d] The client socket has timed out"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"loading\n{NOTE}\n{NOTE}\n", ["loading"]),
+        (f"{NOTE}\nboom\n{NOTE}", ["boom"]),
+        (f"{NOTE}\n{ERROR}\n", [ERROR]),
+        (f"{NOTE}\n\n", [NOTE]),
+        ("a\nb\nc\n", ["b", "c"]),
+        ("\n", []),
+    ],
+)
+def test_torchs_notes_on_connections_are_nobodys_last_output(tmp_path: Path, text: str, shown: list[str]) -> None:
+    log = tmp_path / "0.log"
+    log.write_text(text)
+    assert last_lines(log, 2) == shown
+    assert last_error(log, any_line=True) == (shown[-1] if shown else "")

@@ -7,6 +7,7 @@ import time
 import traceback
 from pathlib import Path
 
+from trainer.contract.outcome import SOCKET_NOTE
 from trainer.contract.record import Failure
 from trainer.contract.record.regular_file import read_part, size_of
 
@@ -78,7 +79,8 @@ def last_error(log: Path | None, *, since: int = 0, any_line: bool = False) -> s
         return ""
     error = _last_error(lines) or next((match[1] for line in reversed(lines) if (match := _GROUP.match(line))), "")
     if not error and any_line:
-        error = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        said = [line.strip() for line in lines if line.strip()]
+        error = next((line for line in reversed(said) if not SOCKET_NOTE.match(line)), said[-1] if said else "")
     max_message_chars = 300
     return error[:max_message_chars]
 

@@ -37,6 +37,8 @@ PORT_TAKEN = "port_taken"
 """Kind of the finding that another program took the port of the rendezvous, and the run starts again at another."""
 RESTARTED = "restarted"
 """Kind of the finding that another attempt begins, why the one before ended, and what changes for it."""
+SOCKET_NOTE = re.compile(r"\[[WI]\d{4} [^\]]* socket\.cpp:\d+\]")
+"""Begin of torch's lines about attempts to connect, which it prints before any error and also in sound runs."""
 RECORD_END_MISSING = "the end of the record is missing"
 """Part of a run's final message where events could not be written, as on a full disk."""
 STOP_STEPS = 3

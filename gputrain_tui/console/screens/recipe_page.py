@@ -136,7 +136,7 @@ class RecipePage(Page):
         else:
             local = (host for host in hosts if host and is_local(host, facts))
             named = next((host for host in local if not is_loopback(address_of(host))), None)
-            draft.set_nodes(nodes_on_gpus(gpus, draft.nodes(), address=named or next(iter(facts.addresses), None)))
+            draft.set_nodes(nodes_on_gpus(gpus, draft.nodes(), address=named or facts.address or None))
         self._changed()
         self.form.focus()
         self.form.go_to(f"cluster.nodes[{index}].gpus")
