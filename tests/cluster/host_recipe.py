@@ -58,10 +58,18 @@ def as_process(command: str) -> str:
     return f"{folder} && exec {words}"
 
 
-def torch_free_recipe(hosts: Sequence[str | None], ranks: Sequence[int], *lines: str) -> str:
-    """Return a recipe of ranks without torch, for a test of what is around a training; lines of its ``[cluster]``."""
-    script = TESTS / "support" / "torch_free_rank.py"
-    return script_recipe(hosts, ranks, f"[train]\nscript = {json.dumps(str(script))}", *lines)
+def torch_free_recipe(hosts: Sequence[str | None], ranks: Sequence[int], *lines: str, steps: int = 0) -> str:
+    """Return a recipe of ranks without torch, for a test of what is around a training; lines of its ``[cluster]``.
+
+    Args:
+        hosts: names or addresses; None for a node without one.
+        ranks: of each host.
+        lines: of ``[cluster]``.
+        steps: of each rank; 0: until a signal ends it.
+    """
+    script = json.dumps(str(TESTS / "support" / "torch_free_rank.py"))
+    args = f'\nargs = ["{steps}"]' if steps else ""
+    return script_recipe(hosts, ranks, f"[train]\nscript = {script}{args}", *lines)
 
 
 def script_recipe(hosts: Sequence[str | None], ranks: Sequence[int], train: str, *lines: str) -> str:

@@ -115,6 +115,7 @@ def test_a_port_that_is_taken_on_the_first_host_before_the_ranks_meet_costs_one_
         assert sum(event.get("steps", 1) for event in events(record, rank) if event["type"] == "step") == 5
 
 
+@pytest.mark.slow  # the end is that of a run without ssh, in test_rendezvous_port.py
 def test_a_port_that_is_always_taken_on_the_first_host_ends_the_run_with_that_reason(lab: SshLab) -> None:
     taken = lab.folder / "always"
     taken.touch()

@@ -35,7 +35,7 @@ def findings(record: Path) -> list[Finding]:
     return found
 
 
-@pytest.mark.parametrize("slow", [True, False])
+@pytest.mark.parametrize("slow", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_slow_link_bounds_the_run_and_is_no_uneven_work(tmp_path: Path, slow: bool) -> None:
     require_namespaces()
     if shutil.which("tc") is None:

@@ -83,7 +83,7 @@ def check_all(record: Path, ranks: Sequence[int]) -> None:
 @pytest.mark.parametrize(
     ("hosts", "ranks"),
     [
-        (["n1", "n2", "n3"], [2, 1, 3]),
+        (["n1", "n2"], [1, 3]),
         pytest.param(["10.0.0.1", "10.0.0.2"], [1, 2], marks=pytest.mark.slow, id="nodes without Slurm's names"),
     ],
 )
@@ -178,7 +178,7 @@ def test_a_failed_rank_fails_the_job_and_every_node_reports_the_cause(cluster: S
 
 
 def test_scancel_ends_every_process_and_no_rank_is_recorded_as_finished(cluster: Slurm, tmp_path: Path) -> None:
-    job = plan(cluster, tmp_path, recipe(["n1", "n2"], [2, 1], **ENDLESS))
+    job = plan(cluster, tmp_path, torch_free_recipe(["n1", "n2"], [2, 1]))
     number = cluster.submit(job)
     record = tmp_path / "record"
     wait_until(lambda: all(is_training(record, rank) for rank in range(3)), "they train")
@@ -508,7 +508,7 @@ def test_a_run_with_requeue_goes_on_after_each_time_limit_as_one_run(user: Slurm
 
     It is sent at once, except at a ``limit``, where Slurm sends it within half a minute.
     """
-    steps, pause_s = (1000, 0.1) if "limit" in ways else (200, 0.04)  # the signal comes long before the last
+    steps, pause_s = (1000, 0.1) if "limit" in ways else (100, 0.08)  # the signal comes long before the last
     cluster = user.cluster
     straight = SlurmUser(cluster, user.folder / "straight")
     straight.folder.mkdir()

@@ -135,8 +135,7 @@ def test_a_comparison_has_curves_over_steps_samples_or_time_and_the_exit_code_of
     assert window.messages() == []
 
 
-@pytest.mark.parametrize("width", [400, 1280])
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize(("dark", "width"), [(False, 1280), (True, 400)], ids=["light and wide", "dark and narrow"])
 def test_text_keeps_its_contrast_and_nothing_is_wider_than_the_window(
     run: Run, tmp_path: Path, width: int, dark: bool
 ) -> None:

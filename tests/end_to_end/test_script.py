@@ -258,7 +258,7 @@ def test_a_script_that_leaves_at_once_with_exit_code_0_has_finished(tmp_path: Pa
 
 CLOSED = """\
 import os, torch
-before, after = [(0, 20), (20, 0), (20, 20)][int(os.environ["RANK"])]
+before, after = [(0, 20), (20, 0)][int(os.environ["RANK"])]
 def train(steps):
     for _ in range(steps):
         model(torch.ones(2, 4)).sum().backward()
@@ -278,13 +278,13 @@ for file in files:
 def test_a_script_that_closes_all_descriptors_is_measured_and_finds_its_own_files_as_it_wrote_them(
     tmp_path: Path,
 ) -> None:
-    """One rank does so before its steps, one after them and one in between."""
-    done = run(tmp_path, CLOSED, ranks=3)
+    """One rank does so before its steps and one after them."""
+    done = run(tmp_path, CLOSED)
     assert done.code == 0, done.stderr + done.log(0)
-    for rank, steps in enumerate((20, 20, 40)):
+    for rank in (0, 1):
         assert done.states(rank) == ["training", "finished"]
         assert done.log(rank) == ""
-        assert sum(event.steps for event in done.steps(rank)) == steps
+        assert sum(event.steps for event in done.steps(rank)) == 20
         assert {(tmp_path / "own" / f"{rank}-{n}").read_text() for n in range(100)} == {"mine"}
 
 

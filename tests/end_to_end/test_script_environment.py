@@ -79,7 +79,7 @@ def found(folder: Path, tag: str, rank: int) -> dict[str, str]:
     return json.loads((folder / f"{tag}-{rank}.json").read_text())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_script_s_rank_has_the_variables_of_torchrun_name_by_name(tmp_path: Path, ranks: int) -> None:
     call(tmp_path, "gputrain_tui", "run", recipe(tmp_path, ranks, "ours"))
     words = ("--standalone", "--nproc-per-node", str(ranks), "show.py", "theirs")

@@ -186,7 +186,13 @@ def test_the_rank_that_is_held_up_is_named_soon_and_with_its_cause(held_up: Fram
 # --- the script sees no difference ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", OF_OTHERS, indirect=True, scope="module")
+@pytest.mark.parametrize(
+    # Hugging Face trains by accelerate.
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name == "accelerate" else []) for name in OF_OTHERS],
+    indirect=True,
+    scope="module",
+)
 def test_the_weights_are_equal_bit_for_bit_without_measuring(run: Run, held_up: FrameworkRun) -> None:
     plain = run("--set", "train.instrument=false")
     assert plain.code == 0, plain.stderr
@@ -199,7 +205,7 @@ def test_the_weights_are_equal_bit_for_bit_without_measuring(run: Run, held_up: 
 
 @pytest.mark.parametrize(
     "name",
-    ["lightning", "accelerate", pytest.param("huggingface", marks=pytest.mark.slow)],
+    ["lightning", *(pytest.param(name, marks=pytest.mark.slow) for name in ("accelerate", "huggingface"))],
     indirect=True,
     scope="module",
 )

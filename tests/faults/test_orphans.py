@@ -71,7 +71,7 @@ def test_the_orphans_of_a_single_rank_are_reaped_and_its_own_children_are_not(be
     assert (run.dir.path / "child").read_text() == "7"
 
 
-@pytest.mark.parametrize("start_method", ["light", "spawn"])
+@pytest.mark.parametrize("start_method", ["light", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_failure_ends_children_that_fork_and_exit_in_a_loop(tmp_path: Path, start_method: str) -> None:
     done = run_in_namespace(Path(__file__).with_name("forking_children.py"), tmp_path, start_method)
     assert done.returncode == 0, done.stdout + done.stderr

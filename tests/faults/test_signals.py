@@ -44,7 +44,7 @@ def assert_nothing_is_left(run: Run) -> None:
     [
         pytest.param(FOREGROUND, signal.SIGTERM, "stopped by SIGTERM", id="foreground TERM"),
         pytest.param(FOREGROUND, signal.SIGHUP, "stopped by SIGHUP", id="foreground HUP", marks=pytest.mark.slow),
-        pytest.param(SUPERVISOR, signal.SIGHUP, "stopped by SIGHUP", id="supervisor HUP"),
+        pytest.param(SUPERVISOR, signal.SIGHUP, "stopped by SIGHUP", id="supervisor HUP", marks=pytest.mark.slow),
         pytest.param(NODE, signal.SIGTERM, "node 0 was stopped on localhost", id="node TERM"),
         pytest.param(NODE, signal.SIGHUP, "node 0 was stopped on localhost", id="node HUP", marks=pytest.mark.slow),
     ],

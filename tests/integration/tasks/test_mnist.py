@@ -5,14 +5,11 @@ from __future__ import annotations
 import gzip
 import os
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_log import newest
 
 from trainer.contract.errors import RequestError
 from trainer.contract.task_options import MnistOptions
@@ -66,26 +63,6 @@ def test_files_are_read_compressed_or_not_wherever_a_download_left_them(
     assert count == 2
     assert total.isfinite()
     assert 0 <= int(sums["accuracy"]) <= 2
-
-
-def test_hetseqs_documented_command_runs_as_it_is_pasted(tmp_path: Path) -> None:
-    """Of its documentation's examples, with the number of epochs and of GPUs alone changed."""
-    pasted = (
-        "--task mnist --optimizer adadelta --lr-scheduler PolynomialDecayScheduler --data {} --clip-norm 100 "
-        "--max-sentences 4 --fast-stat-sync --max-epoch 2 --update-freq 1 --valid-subset test --num-workers 1 "
-        "--warmup-updates 0 --total-num-update 50000 --lr 1.01 --save-dir {} --distributed-world-size 2 --cpu"
-    ).format(write_images(tmp_path / "data", packed=True), tmp_path / "checkpoints")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
-    done = subprocess.run(
-        [sys.executable, "-m", "trainer", *pasted.split()], capture_output=True, text=True, timeout=200, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    lines = (done.stdout + done.stderr).splitlines()
-    note = "--fast-stat-sync has no effect: counts and losses are always summed by all-reduce"
-    assert len([line for line in lines if note in line]) == 1
-    found = newest(tmp_path / "checkpoints")
-    assert found is not None
-    assert (found[1]["updates"], found[1]["position"]["epoch"]) == (8, 3)  # 30 images by 8
 
 
 def test_validation_on_the_test_images_can_be_refused(tmp_path: Path) -> None:
