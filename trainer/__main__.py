@@ -217,12 +217,13 @@ def _describe_task(arguments: Sequence[str]) -> int:
     """Print the options of a task as JSON, for the console, which does not import torch."""
     import msgspec
 
-    from trainer.host.user_code import imported_files
+    from trainer.host.user_code import imported_files, printing_to_stderr
 
     name = _value_after("--describe-task", arguments)
     if not name:
         raise RequestError("--describe-task needs the name of a task")
-    options: object = _task_options(name)
+    with printing_to_stderr():  # what the task's file prints
+        options: object = _task_options(name)
     described = {"options": options, "mtimes_ns": imported_files()} if "--with-files" in arguments else options
     return _print(msgspec.json.encode(described).decode())
 

@@ -30,7 +30,7 @@ from trainer.contract.errors import (
 from trainer.contract.options import Training
 from trainer.contract.record.checkpoints import is_dcp_folder
 from trainer.contract.schema import check, describe, read_flags, unknown_option
-from trainer.host.user_code import innermost_user_line
+from trainer.host.user_code import innermost_user_line, printing_to_stderr
 
 STDIN = "-"
 TEXT = "text"
@@ -66,7 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--note", default="", help="line for people, printed before the first prediction")
     args = parser.parse_args(own)
     try:
-        _predict(args.checkpoint, args.run, args.input, args.batch, training_flags, args.program, args.note)
+        with printing_to_stderr() as output:
+            _predict(args.checkpoint, args.run, args.input, args.batch, training_flags, args.program, args.note, output)
     except (RequestError, CheckpointError) as error:
         print_message(str(error), program=args.program)
         return ExitCode.REFUSED if isinstance(error, MachineNotReadyError) else ExitCode.BAD_REQUEST
@@ -79,7 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _predict(
-    checkpoint: Path, run: str, source: str, batch: int, training_flags: Sequence[str], program: str, note: str
+    checkpoint: Path,
+    run: str,
+    source: str,
+    batch: int,
+    training_flags: Sequence[str],
+    program: str,
+    note: str,
+    output: BinaryIO,
 ) -> None:
     training, rest = _read_training(training_flags)
     if source != STDIN and not Path(source).is_file():
@@ -113,8 +121,8 @@ def _predict(
                 if note:  # not before: what is refused has not predicted
                     print_message(note, program=program)
                     note = ""
-                sys.stdout.buffer.write(encoder.encode(prediction) + b"\n")
-            sys.stdout.buffer.flush()
+                output.write(encoder.encode(prediction) + b"\n")
+            output.flush()
 
 
 def _predictions(task: Any, model: Any, rows: Sequence[InputRow]) -> Iterator[Any]:

@@ -92,14 +92,17 @@ def test_the_help_of_a_task_names_its_options_and_the_description_is_their_json(
         assert option.flag in text or f"--no-{option.flag[2:]}" in text
 
 
-def test_a_task_of_ones_own_is_described_by_importing_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_of_ones_own_is_described_by_importing_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "own.py"
     file.write_text(
-        "import msgspec\nfrom trainer.tasks.task import Task\n"
+        "import os\nimport msgspec\nfrom trainer.tasks.task import Task\n"
+        "print('loading')\nos.write(1, b'by other means\\n')\n"
         "class Own(Task):\n    class Options(msgspec.Struct, kw_only=True):\n        width: int = 3\n"
     )
     assert main(["--describe-task", f"{file}:Own"], {}) == 0
-    assert [(entry["name"], entry["default"]) for entry in json.loads(capsys.readouterr().out)] == [("width", 3)]
+    printed = capfd.readouterr()
+    assert [(entry["name"], entry["default"]) for entry in json.loads(printed.out)] == [("width", 3)]
+    assert sorted(printed.err.splitlines()) == ["by other means", "loading"], "what its file prints is no answer"
 
 
 # --- requests that are refused --------------------------------------------------------------------------------------

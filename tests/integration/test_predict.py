@@ -197,6 +197,20 @@ class Own(Task):
 """
 
 
+def test_what_a_task_of_ones_own_prints_is_no_prediction(
+    tmp_path: Path, typed: Any, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    (tmp_path / "loud.py").write_text(
+        "print('loading')\n" + OWN.replace("        numbers", "        print(rows)\n        numbers")
+    )
+    task = f"{tmp_path / 'loud.py'}:Own"
+    write_file(tmp_path / "best.pt", {"task": task, "updates": 1, "model": torch.nn.Linear(2, 1).state_dict()}, run="r")
+    typed(b'{"point": [1, 2]}\n')
+    code, printed, said = predicted(capfdbinary, tmp_path / "best.pt", "--", f"--task={task}")
+    assert (code, printed) == (0, [{"sum": 3.0}])
+    assert said.startswith("loading\n[")
+
+
 def test_an_input_on_which_a_task_of_ones_own_fails_is_named_and_those_before_it_are_predicted(
     tmp_path: Path, typed: Any, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from functools import cache
 from os.path import realpath
 from pathlib import Path
 from traceback import walk_tb
 from types import FrameType, TracebackType
+from typing import BinaryIO
 
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 """In the path of every installed package, also in one of another environment."""
@@ -34,6 +36,21 @@ def is_user_code(file: str) -> bool:
     Packages are also installed outside of this environment: in a user's or the system's folder, or that of a module.
     """
     return not file.startswith(("<", *_folders_of_libraries())) and not any(name in file for name in _INSTALLED)
+
+
+@contextmanager
+def printing_to_stderr() -> Iterator[BinaryIO]:
+    """Have the user's code print to standard error; yield a file on standard output for a result that programs read."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with os.fdopen(os.dup(kept), "wb") as output, redirect_stdout(sys.stderr):
+            yield output
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def imported_files() -> dict[str, int]:
