@@ -13,6 +13,7 @@ from itertools import islice
 
 from gputrain_tui import paths
 from gputrain_tui.history.run_columns import (
+    METRIC,
     NEWEST_FIRST,
     RUN_COLUMNS,
     Entry,
@@ -26,7 +27,7 @@ from gputrain_tui.history.run_folders import RECENT_RUNS, UnreadableRun, newest_
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.history.summary import MAX_NAME_CHARS, UNREADABLE, summarize, summarize_unreadable
 from gputrain_tui.lifecycle import launchers
-from gputrain_tui.output import print_json, print_styled, without_nan
+from gputrain_tui.output import print_json, print_message, print_styled, without_nan
 from gputrain_tui.tables import TableColumn, cut, duration, number, printable, table, width
 from trainer.contract.errors import ExitCode, nearest
 
@@ -63,7 +64,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="only runs that match all words: part of a name, state:failed, loss<2, tags:baseline; columns: "
         + ", ".join([*RUN_COLUMNS, "metric:NAME"]),
     )
-    parser.add_argument("--sort", metavar="COLUMN", help="sort by a column instead of newest first")
+    parser.add_argument(
+        "--sort",
+        metavar="COLUMN",
+        help="sort by a column instead of newest first: text, losses (also a metric with loss in its name) and lr upwards, "
+        "other numbers from the greatest; runs without a value come last",
+    )
     parser.add_argument("--reverse", action="store_true", help="reverse the order")
 
 
@@ -84,6 +90,9 @@ def run(args: Namespace) -> int:
     entries = kept()
     if args.sort or args.reverse:
         entries = iter(sorted_runs(list(entries), args.sort or NEWEST_FIRST, reverse=args.reverse))
+        name = (args.sort or "").partition(METRIC)[2]
+        if name and counted and name not in metrics:
+            print_message(f"--sort {args.sort}: none of {counted} runs has the metric{nearest(name, metrics)}")
     if args.json:
         _print_json(entries)
     elif not _print_pages(entries):

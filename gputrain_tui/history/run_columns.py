@@ -117,7 +117,7 @@ def _anywhere(word: str, entry: Entry) -> bool:
 def sorted_runs(entries: Sequence[Entry], key: str, *, reverse: bool = False) -> list[Entry]:
     """Return runs by a column: text, losses and learning rates upwards, other numbers from the greatest.
 
-    Those without a value come last in either direction. Runs of equal values stay in their order.
+    A metric with ``loss`` in its name, such as ``metric:val_loss``, is a loss. Those without a value come last in either direction. Runs of equal values stay in their order.
 
     Raises:
         RequestError: there is no such column.
@@ -127,7 +127,7 @@ def sorted_runs(entries: Sequence[Entry], key: str, *, reverse: bool = False) ->
     if column is None:
         guess = nearest(key, RUN_COLUMNS) or "; one of " + ", ".join([*RUN_COLUMNS, f"{METRIC}NAME"])
         raise RequestError(f"no column {key!r} to sort by{guess}")
-    ascending = not column.is_number or key in ("loss", "valid", "lr")
+    ascending = not column.is_number or key in ("valid", "lr") or "loss" in key.casefold()
     values = [(column.value(entry), entry) for entry in entries]
     known = [
         (value, entry)

@@ -42,13 +42,11 @@ class NewestMetrics:
 
 
 def newest_values(metrics: NewestMetrics, validations: Sequence[Validation]) -> dict[str, float]:
-    """Return the newest value by name; of a metric that is validated too, that of the newest validation.
+    """Return the newest value by name; of a metric that is validated, that of the newest validation.
 
     A validation is over all samples of its split; in training a value is of the few steps since the one before.
     """
-    values = metrics.values()
-    validated = validated_metrics(validations)
-    return {name: validated.get(name, value) for name, value in values.items()}
+    return metrics.values() | validated_metrics(validations)
 
 
 def validated_metrics(validations: Sequence[Validation]) -> dict[str, float]:

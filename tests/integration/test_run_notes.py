@@ -72,6 +72,12 @@ def test_a_filter_that_matches_nothing_is_no_error(run: Run, capsys: pytest.Capt
     write_status(run.dir, run.status)
     message = "none of 1 runs matches 'metric:acuracy>0'; none has the metric 'acuracy'; did you mean 'accuracy'?\n"
     assert call(capsys, "runs", "--filter", "metric:acuracy>0") == (0, "", message)
+    code, out, err = call(capsys, "runs", "--sort", "metric:acuracy")
+    assert (code, err) == (
+        0,
+        "gputrain: --sort metric:acuracy: none of 1 runs has the metric; did you mean 'accuracy'?\n",
+    )
+    assert run.id in out
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,12 @@ def test_runs_are_filtered_by_their_own_metrics(words: str, kept: list[str]) -> 
     assert [each["id"] for each in sorted_runs(entries, "metric:val/acc")] == ["b", "a", "c", "d"]
 
 
+def test_a_metric_that_is_a_loss_is_sorted_as_one() -> None:
+    entries = [entry("a", val_loss=0.5), entry("b", val_loss=0.2), entry("c")]
+    assert [each["id"] for each in sorted_runs(entries, "metric:val_loss")] == ["b", "a", "c"]
+    assert [each["id"] for each in sorted_runs(entries, "metric:val_loss", reverse=True)] == ["a", "b", "c"]
+
+
 def test_a_column_that_is_none_is_refused_with_the_form_of_a_metric() -> None:
     with pytest.raises(RequestError, match="metric:NAME"):
         run_filter("accuracy>0.9")
@@ -196,5 +202,5 @@ def test_a_metric_that_is_validated_has_the_value_of_the_newest_validation() -> 
         Validation(time=2.0, step=20, epoch=1, split=split, loss=1.0, metrics={"accuracy": value, "f1": 0.5})
         for split, value in kinds
     ]
-    assert newest_values(metrics, validations) == {"accuracy": 0.8, "margin": 0.3}
+    assert newest_values(metrics, validations) == {"accuracy": 0.8, "margin": 0.3, "f1": 0.5}
     assert newest_values(metrics, []) == {"accuracy": 1.0, "margin": 0.3}
