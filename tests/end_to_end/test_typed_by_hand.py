@@ -42,6 +42,7 @@ def test_commands_that_are_typed_by_hand_are_a_run_with_a_record_like_any_other(
     assert (listed()["state"], listed()["recipe"], listed()["world_size"]) == ("starting", "r", 2)
     assert "planned, not started: nobody has run the commands of its nodes" in run_gputrain("runs").stdout
     assert listed()["duration_s"] is None
+    assert "planned, not started" in run_gputrain("report", "last").stdout
     refused = run_gputrain("stop", "./rec")
     assert (refused.returncode, "are typed by hand" in refused.stderr) == (2, True)
     nodes = [
