@@ -23,7 +23,7 @@ def report_lines(report: RunReport, state: RunState, width: int) -> list[list[Pi
     lines: list[list[Piece]] = [
         [(report.id, "bold"), ("  ", ""), *status_line(state, status=report.state, elapsed_s=report.duration_s)]
     ]
-    if report.state in ("lost", "stopped") and report.message:
+    if report.state in ("starting", "lost", "stopped") and report.message:
         lines += _wrapped(report.message, "alarm" if report.state == "lost" else "", width)
     lines += _wrapped(report.verdict.text, "alarm" if report.verdict.is_problem else "bold", width)
     if report.verdict.advice:

@@ -16,6 +16,7 @@ from gputrain_tui.lifecycle.restart import Restarts, cluster_options, next_plan,
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.lifecycle.spare_hosts import SpareHosts
 from gputrain_tui.plan.planner import Plan, rendezvous_port
+from gputrain_tui.state.ended_attempts import is_left_standing
 from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.outcome import AWAITS_HOSTS, PORT_TAKEN, exit_code_of
 from trainer.contract.record import Failure, Finding, RunDir
@@ -23,9 +24,6 @@ from trainer.host.stop_request import StopRequest
 
 MAX_TAKEN_PORTS = 3
 """How often an attempt is made at another port because another program took the one that was free."""
-
-OF_ATTEMPT = ("host_silent", "desync", "non_finite_validation", "no_process_group")
-"""Kinds of findings that end with the attempt, which its supervisor or its ranks have raised."""
 
 
 class NextAttempt:
@@ -114,7 +112,7 @@ class NextAttempt:
         """Clear the findings of the attempt that has ended which nothing else clears."""
         self._diagnosis.follow()  # also those of a supervisor that was killed
         for finding in list(self._diagnosis.state.findings.values()):
-            if finding.kind in OF_ATTEMPT and not finding.diagnosed:
+            if is_left_standing(finding):
                 self._status_writer.record(msgspec.structs.replace(finding, time=time.time(), state="cleared"))
 
     @property

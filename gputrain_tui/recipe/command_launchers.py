@@ -146,10 +146,7 @@ DEFAULT_PORTS = (29500, 29400)
 
 
 def set_endpoint(command: LaunchCommand, host: str | None, port: str | None, nodes: int) -> None:
-    """Set ``init_method`` to the command's endpoint for several nodes; one node finds a free port by itself.
-
-    So do several whose port is a launcher's default, which fixes nothing: two runs would have the same.
-    """
+    """Set ``init_method`` to the endpoint of several nodes; one, or a launcher's default port, gets a free port."""
     if nodes == 1 or host is None or host in LOOPBACK:
         if given := [command.typed_flags[name] for name in ENDPOINT if name in command.typed_flags]:
             command.notes.append(f"{', '.join(given)}: not needed, as gputrain finds a free port")

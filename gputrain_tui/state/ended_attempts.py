@@ -13,6 +13,15 @@ MAX_EVENTS = 2000
 """Memory bound: raised and cleared events of the findings that a state keeps."""
 
 
+OF_ATTEMPT = ("host_silent", "desync", "non_finite_validation", "no_process_group")
+"""Kinds of findings that end with the attempt, and are cleared by its supervisor or its ranks alone."""
+
+
+def is_left_standing(finding: Finding) -> bool:
+    """Whether a finding would stand for ever after the end of its attempt, as nobody is left to clear it."""
+    return finding.kind in OF_ATTEMPT and not finding.diagnosed
+
+
 class EndedAttempts:
     """The attempt with which each finding was over that was cleared because its attempt had ended."""
 

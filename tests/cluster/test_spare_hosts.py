@@ -76,6 +76,8 @@ def test_a_spare_host_takes_the_place_of_one_that_is_lost_for_good(cluster: SshC
     code, output = lose(cluster, [cluster.h2], SPARE)
     assert code == 0, output
     assert "attempt 1 ended: h2 lost; h2 is replaced by h3; attempt 2 begins" in output
+    assert "over with attempt 1: no contact with h2" in output
+    assert "cleared" not in output
     check(cluster, ["h1", "h1", "h3"])
     assert cluster.findings("host_silent") == ["raised", "cleared"]
     assert [node["host"] for node in json.loads((cluster.record / "plan.json").read_text())["nodes"]] == ["h1", "h3"]

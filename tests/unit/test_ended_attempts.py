@@ -18,7 +18,7 @@ from gputrain_tui.headless.report_text import report_lines
 from gputrain_tui.report.load_report import read_run_record, run_facts
 from gputrain_tui.report.run_report import past_findings, run_report
 from gputrain_tui.state import RunState
-from gputrain_tui.state.ended_attempts import MAX_EVENTS, EndedAttempts
+from gputrain_tui.state.ended_attempts import MAX_EVENTS, EndedAttempts, is_left_standing
 from trainer.contract.record import AnyEvent, Finding, Step
 
 
@@ -87,6 +87,22 @@ def test_a_finding_whose_attempt_was_given_up_is_over_with_it(name: str) -> None
     cleared = [text for text in stream.getvalue().splitlines() if text.startswith(("cleared", "over"))]
     (text,) = cleared
     assert text.startswith(f"over with {attempt}: " if attempt else "cleared at step "), "the progress lines"
+
+
+@pytest.mark.parametrize(
+    ("kind", "diagnosed", "left"),
+    [
+        ("host_silent", False, True),
+        ("desync", False, True),
+        ("desync", True, False),
+        ("non_finite_validation", False, True),
+        ("straggler", True, False),
+        ("record_incomplete", False, False),
+        ("data_changed", False, False),
+    ],
+)
+def test_what_nobody_is_left_to_clear_is_cleared_with_the_attempt(kind: str, diagnosed: bool, left: bool) -> None:
+    assert is_left_standing(replace(finding(kind, 5), diagnosed=diagnosed)) == left
 
 
 def test_the_report_says_until_the_end_of_which_attempt_a_finding_stood(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import NoReturn
 from trainer.agent import code_position, worker_entry
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.code_position import CodePosition, stacks
+from trainer.agent.first_node import CHECK_S, FirstNode
 from trainer.agent.local_ranks import LocalRanks
 from trainer.agent.native_stacks import read_native_stacks
 from trainer.agent.node_sampler import SAMPLE_S, NodeSampler, gpus_of
@@ -59,6 +60,11 @@ def run_in_process(assignment: RankAssignment, *, environ: Mapping[str, str], ta
         if run_dir is not None:
             if node_dir is not None:
                 NodeOutcome.reserve(node_dir.node_result(assignment.node), ranks=1)
+                if assignment.node and not environ.get(RUN):  # without a supervisor, which ends all nodes
+                    first = FirstNode(node_dir, assignment.node)
+                    threading.Thread(
+                        target=agent.follow_first_node, args=(first,), name="first-node", daemon=True
+                    ).start()
             spawned = EventWriter(run_dir.node_events(assignment.node), shared=True)
             spawned.write(assignment.state("spawned", pid=os.getpid()))
             spawned.close()
@@ -158,6 +164,19 @@ class _InProcessAgent:
                 writer.write(answer)
                 writer.close()
 
+    def follow_first_node(self, first: FirstNode) -> None:
+        """End the process if it goes on though node 0 has failed; runs on its own thread."""
+        while not self._over.wait(CHECK_S):
+            if not (why := first.failure(time.monotonic())):
+                continue
+            failure = self._assignment.failure("lost_peer", why)
+            writer = EventWriter(first.run_dir.node_events(self._assignment.node), shared=True)
+            writer.write(failure)
+            writer.write(self._assignment.state("failed", message=why))
+            writer.close()
+            self._write_outcome(ExitCode.FAILED, failure=failure)
+            self._exit(ExitCode.FAILED)
+
     def report(self, report: RankReport) -> None:
         """Take the rank's report; called before its teardown, which may never return."""
         if report.line is not None:
@@ -212,11 +231,14 @@ class _InProcessAgent:
     def _leave(self) -> NoReturn:
         if self._reported is None:
             self._write_outcome(ExitCode.STOPPED)
+        self._exit(ExitCode.STOPPED)
+
+    def _exit(self, code: ExitCode) -> NoReturn:
         time.sleep(0.15)  # a little more than ``EventWriter.interval_s``
         kill_descendants(run=os.environ.get(RUN), timeout_s=1.0)
         if self._node_dir is not None:
             delete_temporary_folders(self._node_dir.path, [self._assignment.node])
-        os._exit(ExitCode.STOPPED)
+        os._exit(code)
 
     def _write_outcome(
         self,

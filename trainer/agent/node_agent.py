@@ -20,6 +20,7 @@ from typing import Literal
 from trainer.agent import forkserver
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.failure_attribution import FailureAttribution
+from trainer.agent.first_node import CHECK_S, FirstNode
 from trainer.agent.local_ranks import LocalRanks
 from trainer.agent.node_sampler import SAMPLE_S, NodeSampler, gpus_of
 from trainer.agent.scratch import scratch_folder
@@ -71,6 +72,8 @@ def run_node(
     ):
         unmarked = UnmarkedProcesses(folder) if folder is not None and environ.get(RUN) else None
         agent = _NodeAgent(writer, stop_request, unmarked, run_dir)
+        if node_dir is not None and first.node and not environ.get(RUN):  # without a supervisor, which ends all nodes
+            agent.first_node = FirstNode(node_dir, first.node)
         launched = assignments[:1] if first.must_start_ranks else assignments
         try:
             if follows_started and folder is not None:
@@ -136,6 +139,8 @@ class _NodeAgent:
         """All ranks of this node, if a launcher starts each as a separate command; else None."""
         self._server_gone = False
         """Whether the fork server ended before its ranks."""
+        self.first_node: FirstNode | None = None
+        """Node 0, if its failure is to end this one."""
         self._stacks = None if run_dir is None else StackRequests(run_dir, writer)
         self._sampler: NodeSampler | None = None
         """None before the ranks are started, and without a record."""
@@ -206,6 +211,7 @@ class _NodeAgent:
         while True:
             self._collect()
             running = [rank for rank in self._ranks if not rank.ended]
+            self._follow_first_node(running)
             # Those of a script that has ended by itself are left over; at a stop they have the time to save.
             if self._started is not None and (running or self._shutdown.stopped):
                 running += self._started.living
@@ -233,10 +239,19 @@ class _NodeAgent:
             due_s = [self._shutdown.due_in_s(running), None if self._stacks is None else self._stacks.due_in_s]
             if self._sampler is not None:
                 due_s.append(SAMPLE_S)
+            if self.first_node is not None:
+                due_s.append(CHECK_S)
             wait(sources, timeout=min((each for each in due_s if each is not None), default=None))  # type: ignore[arg-type]
             self._stop_request.drain()
             # Adopted orphans: each zombie counts against the limit of processes until it is reaped.
             reap(forkserver.own_pids().union(rank.process.pid or 0 for rank in self._ranks))
+
+    def _follow_first_node(self, running: Sequence[WorkerProcess]) -> None:
+        """End the ranks that go on though node 0 has failed."""
+        if self.first_node is None or not running or self._attribution.failures or self._shutdown.stopped:
+            return
+        if why := self.first_node.failure(time.monotonic()):
+            self._attribution.fail(running[0].assignment, "lost_peer", why)
 
     def _is_displaced(self, rank: WorkerProcess) -> bool:
         """Whether processes that a script's process has started are the ranks in its place."""
