@@ -115,18 +115,6 @@ def test_a_port_that_is_taken_on_the_first_host_before_the_ranks_meet_costs_one_
         assert sum(event.get("steps", 1) for event in events(record, rank) if event["type"] == "step") == 5
 
 
-@pytest.mark.slow  # the end is that of a run without ssh, in test_rendezvous_port.py
-def test_a_port_that_is_always_taken_on_the_first_host_ends_the_run_with_that_reason(lab: SshLab) -> None:
-    taken = lab.folder / "always"
-    taken.touch()
-    setup = json.dumps(f'[ "$(hostname)" != h1 ] || "{sys.executable}" "{TAKER}" 9 "{taken}" "$@"')
-    write(lab, f"setup = {setup}")
-    command = start(lab, "run", "recipe.toml")
-    output, _ = command.communicate(timeout=LIMIT_S)
-    assert command.returncode == 2, output
-    assert f"port {taken.read_text().split()[-1]} is in use on this machine" in output.splitlines()[-1]
-
-
 def test_hosts_whose_names_only_ssh_knows_meet_at_an_address(lab: SshLab) -> None:
     config = lab.folder / "ssh_config"
     before = config.read_text()

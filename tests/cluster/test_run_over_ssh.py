@@ -387,7 +387,8 @@ def cut_between(host: NamespaceHost, other: NamespaceHost, *, both: bool) -> Ite
     [
         # The stall ends it, and the time-out of gloo.
         (True, 600, "h2 and h3 cannot reach each other on tcp"),
-        (False, 4, "h2 cannot reach h3 on tcp (h3 can reach h2)"),
+        # What is told of one direction is a table of tests/unit/test_cut_network.py.
+        pytest.param(False, 4, "h2 cannot reach h3 on tcp (h3 can reach h2)", marks=pytest.mark.slow),
     ],
 )
 def test_a_network_that_is_cut_between_two_hosts_is_named_and_nothing_of_gloo(

@@ -247,38 +247,6 @@ def test_a_rank_of_a_script_that_is_not_measured_is_found_to_hang(
     assert "rank 1 is at unmeasured_script.py:" in found.message
 
 
-BEFORE_FORWARD = """\
-import os, time, torch, torch.distributed as dist
-from pathlib import Path
-def prepare():
-    Path(os.environ['GPUTRAIN_RUN'], 'hangs').touch()
-    time.sleep(600)
-if int(os.environ['WORLD_SIZE']) > 1:
-    dist.init_process_group('gloo')
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
-if os.environ['RANK'] == '0':
-    prepare()
-dist.barrier()
-"""
-
-
-@pytest.mark.slow  # without a step a script is like the one above
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_measured_script_that_hangs_before_its_first_forward_pass_is_named_by_its_line(
-    bench: Bench, hanging: Callable[..., Hanging], ranks: int
-) -> None:
-    script = bench.folder / "script.py"
-    script.write_text(BEFORE_FORWARD)
-    path = bench.folder / "script.toml"
-    path.write_text(SCRIPT_RECIPE.format(script=script, how="").replace("cpu_ranks = 2", f"cpu_ranks = {ranks}"))
-    run = hanging(path)
-    for rank, line in zip(range(ranks), ("script.py:5 in prepare", "script.py:11 in <module>"), strict=False):
-        await_line(run, rank, line)
-    found = run.first_stall()
-    assert "rank 0 is at script.py:5 in prepare" in found.message or "script.py:5 in prepare)" in found.message
-    assert ranks == 1 or found.rank == 0 or "rank 1 is at script.py:11 in <module>" in found.message
-
-
 def test_the_data_of_a_task_of_ones_own_that_hangs_is_named_by_its_line(
     bench: Bench, hanging: Callable[..., Hanging]
 ) -> None:

@@ -15,9 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
-from checkpoint_log import newest
-from trained import ENVIRON, TrainingResult, train, train_spawned
+from trained import ENVIRON, train, train_spawned
 from waiting import LIMIT_S, until
 
 from trainer.contract.errors import ExitCode
@@ -28,8 +26,8 @@ LIMIT_MIB = 140
 TASK = f"{Path(__file__).parents[1] / 'support/limited_lm.py'}:LimitedLm"
 OWN_LIMIT_MIB = 60
 """Of one rank from the building of its model on, which is a third of what DDP takes."""
-WIDTHS = {"single": 256, "double": 160}
-"""Widths of the models, which take 25 and 20 MiB."""
+MODEL = ("--context", 16, "--dim", 256, "--layers", 8, "--heads", 2, "--sample-bytes", 0)
+"""It takes 25 MiB."""
 GROUP_LIMIT_MIB = 720
 """Of all processes together, with a model of 55 MiB: two ranks take more than 800 with DDP, 640 with FSDP."""
 
@@ -63,27 +61,16 @@ def made_group(name: str, limit_mib: int) -> Iterator[Path]:
         group.rmdir()
 
 
-def trained(folder: Path, strategy: str, ranks: int, *words: object, precision: str, limit_mib: int) -> TrainingResult:
-    """Train on batches of 12 samples, three to an epoch."""
-    data = folder.parent / "text.txt"
+def write_text(folder: Path) -> Path:
+    data = folder / "text.txt"
     data.write_bytes((bytes(range(32, 122)) * 9)[:584])
-    model = ("--context", 16, "--dim", WIDTHS[precision], "--layers", 8, "--heads", 2, "--sample-bytes", 0)
-    request = ("--task", TASK, "--data", data, "--valid-fraction", 0, *model, *["--double"] * (precision == "double"))
-    steps = ("--batch-size", 12 // ranks, "--max-epochs", 2, "--lr", "3e-4", "--save-every-epochs", 0, *words)
-    return train(folder, *request, "--strategy", strategy, "--limit-mib", limit_mib, *steps, ranks=ranks)
-
-
-def state_and_loss(done: TrainingResult, ranks: int) -> tuple[dict[str, object], float]:
-    """Return the last checkpoint, and the sum over two steps of the mean loss of all ranks, whose batches are equal."""
-    assert done.code == ExitCode.FINISHED, done.output
-    found = newest(done.run_dir / "checkpoints")
-    assert found is not None
-    assert sum(event["samples"] for event in done.events_of("step")) == 2 * 12
-    return found[1], sum(done.sum_of("loss", rank) for rank in range(ranks)) / ranks
+    return data
 
 
 def test_ddp_runs_out_of_memory_with_one_line_that_names_the_other_strategy(tmp_path: Path) -> None:
-    done = trained(tmp_path / "run", "ddp", 2, precision="single", limit_mib=LIMIT_MIB)
+    request = ("--task", TASK, "--data", write_text(tmp_path), "--valid-fraction", 0, *MODEL)
+    steps = ("--batch-size", 6, "--max-epochs", 2, "--save-every-epochs", 0)
+    done = train(tmp_path / "run", *request, "--limit-mib", LIMIT_MIB, *steps, ranks=2)
     assert done.code == ExitCode.FAILED
     assert "or --strategy fsdp, which divides the model among the ranks" in done.output
     assert not list((tmp_path / "run").glob("checkpoints/*.pt"))
@@ -92,11 +79,9 @@ def test_ddp_runs_out_of_memory_with_one_line_that_names_the_other_strategy(tmp_
 def test_in_a_cgroup_ddp_is_ended_with_its_limit_and_the_other_strategy_in_the_message_and_that_trains(
     tmp_path: Path, limited_group: Path
 ) -> None:
-    data = tmp_path / "text.txt"
-    data.write_bytes((bytes(range(32, 122)) * 9)[:584])
-    words = (sys.executable, "-m", "trainer", "--task", "lm", "--data", data, "--valid-fraction", 0, "--context", 16,
-             "--dim", 384, "--layers", 8, "--heads", 2, "--sample-bytes", 0, "--batch-size", 6, "--max-updates", 2,
-             "--cpu", "--threads", 1, "--distributed-world-size", 2)  # fmt: skip
+    words = (sys.executable, "-m", "trainer", "--task", "lm", "--data", write_text(tmp_path), "--valid-fraction", 0,
+             "--context", 16, "--dim", 384, "--layers", 8, "--heads", 2, "--sample-bytes", 0, "--batch-size", 6,
+             "--max-updates", 2, "--cpu", "--threads", 1, "--distributed-world-size", 2)  # fmt: skip
     for strategy, code, text in (
         (
             "ddp",
@@ -117,30 +102,9 @@ def test_a_rank_in_a_cgroup_of_its_own_is_ended_with_the_limit_of_that_in_the_me
     name = uuid.uuid4().hex
     with made_group(f"{name}-0", 1000), made_group(f"{name}-1", OWN_LIMIT_MIB) as group:
         own = str(group).removesuffix("1")
-        (tmp_path / "text.txt").write_bytes((bytes(range(32, 122)) * 9)[:584])
-        model = ("--context", 16, "--dim", WIDTHS["single"], "--layers", 8, "--heads", 2, "--sample-bytes", 0)
-        request = ("--task", TASK, "--data", tmp_path / "text.txt", "--valid-fraction", 0, *model, "--own-group", own)
+        request = ("--task", TASK, "--data", write_text(tmp_path), "--valid-fraction", 0, *MODEL, "--own-group", own)
         done = train_spawned(tmp_path / "run", *request, "--batch-size", 6, "--max-updates", 2, ranks=2)
     assert done.code == ExitCode.FAILED
     assert "trainer: rank 1 on " in done.output
     killed = "the process was ended by SIGKILL by the kernel's out-of-memory killer, "
     assert f"{killed}at the limit of {OWN_LIMIT_MIB} MiB of its own cgroup {group}; less is taken by" in done.output
-
-
-@pytest.mark.slow  # tests/integration/test_sharded_model.py asks the same without a limit
-@pytest.mark.parametrize(("precision", "exact", "ranks"), [("single", 1e-6, 4), ("double", 1e-12, 3)])
-def test_other_ranks_under_the_limit_go_on_and_end_where_ddp_without_it_does(
-    tmp_path: Path, precision: str, exact: float, ranks: int
-) -> None:
-    within_epoch = ("--max-updates", 2)
-    begun = trained(tmp_path / "begun", "fsdp", 2, *within_epoch, precision=precision, limit_mib=LIMIT_MIB)
-    state_and_loss(begun, 2)
-    more = ("--resume", begun.run_dir / "checkpoints", "--max-updates", 4)
-    ddp = trained(tmp_path / "ddp", "ddp", 2, *more, precision=precision, limit_mib=0)
-    expected, expected_loss = state_and_loss(ddp, 2)
-    done = trained(tmp_path / "more", "fsdp", ranks, *more, precision=precision, limit_mib=LIMIT_MIB)
-    saved, loss = state_and_loss(done, ranks)
-    assert saved["position"] == expected["position"]  # each sample once
-    assert loss == pytest.approx(expected_loss, rel=exact)
-    for name, weight in expected["model"].items():
-        torch.testing.assert_close(saved["model"][name], weight, rtol=0, atol=exact)

@@ -21,10 +21,8 @@ from waiting import LIMIT_S, until
 from trainer.checkpoint import load
 from trainer.contract.outcome import NodeOutcome
 from trainer.contract.record import RankState, RunDir, Validation, decode_events
-from trainer.contract.stop_level import StopLevel
 from trainer.host.ports import free_port
 from trainer.host.processes import descendants
-from trainer.host.stop_request import signal_of
 
 FLAGS = ["--batch-size", "5", "--dropout", "0.3", "--lr-scheduler", "cosine", "--total-num-update", "5000"]
 FLAGS += ["--save-every-epochs", "0", "--valid-every-epochs", "0", "--valid-every-updates", "7", "--no-test"]
@@ -160,21 +158,6 @@ def test_a_rank_that_hangs_is_waited_for_no_longer_than_the_grace(tmp_path: Path
     assert code == 130
     assert outcome(tmp_path).unanswered == [0, 1], "one hangs, and one waits for it in a collective"
     assert "killed because they did not respond: ranks 0, 1; no process is left" in stderr
-
-
-@pytest.mark.slow  # test_run.py asks the same of a run with a supervisor
-@pytest.mark.parametrize(
-    ("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal_of(StopLevel.NOW))]
-)
-def test_a_second_ctrl_c_does_not_wait(tmp_path: Path, first: signal.Signals, second: signal.Signals) -> None:
-    process = begin(tmp_path, "--max-updates", 1_000_000, "--stop-grace", 3600)
-    await_steps(tmp_path)
-    os.kill(pid_of(tmp_path, 1), signal.SIGSTOP)
-    process.send_signal(first)
-    until(lambda: not is_pending(process.pid, first))
-    assert process.poll() is None
-    process.send_signal(second)
-    assert end(process)[0] == 130
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])

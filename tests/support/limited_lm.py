@@ -35,7 +35,6 @@ def count_threads_little() -> None:
 class LimitedOptions(LmOptions, kw_only=True, forbid_unknown_fields=True):
     limit_mib: int = 0
     """Memory that a rank may take from when it builds its model on, MiB; 0: no limit."""
-    double: bool = False
     own_group: str = ""
     """Cgroup that a rank joins when it builds its model: its path without the rank at the end."""
 
@@ -55,5 +54,4 @@ class LimitedLm(LanguageModel):
             (used,) = (int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmData:"))
             limit = used + (self.options.limit_mib << 20)
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        model = super().model()
-        return model.double() if self.options.double else model
+        return super().model()
