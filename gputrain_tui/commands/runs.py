@@ -67,8 +67,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--sort",
         metavar="COLUMN",
-        help="sort by a column instead of newest first: text, losses (also a metric with loss in its name) and lr upwards, "
-        "other numbers from the greatest; runs without a value come last",
+        help="sort by a column instead of newest first: text, losses (also a metric with loss in its name) and lr "
+        "upwards, other numbers from the greatest; runs without a value come last",
     )
     parser.add_argument("--reverse", action="store_true", help="reverse the order")
 

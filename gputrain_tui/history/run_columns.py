@@ -117,7 +117,8 @@ def _anywhere(word: str, entry: Entry) -> bool:
 def sorted_runs(entries: Sequence[Entry], key: str, *, reverse: bool = False) -> list[Entry]:
     """Return runs by a column: text, losses and learning rates upwards, other numbers from the greatest.
 
-    A metric with ``loss`` in its name, such as ``metric:val_loss``, is a loss. Those without a value come last in either direction. Runs of equal values stay in their order.
+    A metric with ``loss`` in its name, such as ``metric:val_loss``, is a loss. Those without a value come last in
+    either direction. Runs of equal values stay in their order.
 
     Raises:
         RequestError: there is no such column.

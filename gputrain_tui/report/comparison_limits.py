@@ -129,7 +129,11 @@ def _checked(condition: Condition, figures: Sequence[FigureComparison], index: i
     if found is None or difference is None or difference.change is None:
         missing = before if difference is None or difference.before is None else now
         lacking = [each for each in (before, now) if condition.at is not None and not each.blocks.has(condition.at)]
-        if lacking:
+        anew = [each for each in (before, now) if each.counts_anew and name != "valid" and condition.name in LOSSES]
+        if anew:
+            missing = anew[0]
+            hint = ": its script was started again, and each start counts its steps from 1"
+        elif lacking:
             missing = lacking[0]
             hint = f", whose steps are {missing.blocks.first_step:,} to {missing.blocks.last_step:,}"
         elif name in LOSSES and before.blocks.first_step != now.blocks.first_step:

@@ -34,6 +34,8 @@ class RecordedRun:
     blocks: StepBlocks
     undisturbed: StepBlocks
     """The same steps without their waits for a core."""
+    counts_anew: bool = False
+    """Whether a script was started again, which counts its steps from 1 each time: none of its losses has its step."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,7 +288,7 @@ def _losses(name: str, runs: Sequence[RecordedRun], steps: Sequence[int], *, int
     """Compare the losses around a step of each run, each the mean of the blocks near it."""
     same = steps[0] if len({*steps}) == 1 else None
     window = {} if same is None else _common_steps(runs)
-    near = [run.blocks.around(step, **window) for run, step in zip(runs, steps, strict=True)]
+    near = [[] if run.counts_anew else run.blocks.around(step, **window) for run, step in zip(runs, steps, strict=True)]
     values = [block_sums(each, block_loss, block_loss_steps) for each in near]
     changes = tuple(_difference(values[0], other, relative=False, intervals=intervals) for other in values[1:])
     unit = next((run.report.loss_unit for run in runs if run.report.loss_unit), "")
