@@ -88,7 +88,7 @@ def test_the_help_of_a_flag_that_turns_off_says_so() -> None:
         ("", "name=nan", "--set name is nan, but name is text: write --set 'name=\"nan\"'"),
         ("", "name=7", "--set name is 7, but name is text: write --set 'name=\"7\"'"),
         ("name = true", "", 'r.toml:1: name is true, but name is text: write name = "true"'),
-        ("", "task.prompt=7", '--set task.prompt is 7, but must be text: write "7" with its quotes'),
+        ("", "task.prompt=7", "--set task.prompt is 7, but must be text: write --set 'task.prompt=\"7\"'"),
     ],
 )
 def test_a_number_in_place_of_a_text_is_refused_with_the_quotes_to_write(text: str, setting: str, message: str) -> None:

@@ -282,7 +282,9 @@ def _is_allowed(option: Option, kind: str, value: Any) -> bool:
 def _refused(option: Option, value: Any, where: str) -> RequestError:
     guess = nearest(value, map(str, option.choices or option.words)) if isinstance(value, str) else ""
     if option.kind == "str" and not (option.choices or option.or_kind) and isinstance(value, bool | int | float):
-        guess = f': write "{text_of(value).lower()}" with its quotes'
+        text = f'"{text_of(value).lower()}"'
+        setting = where.removeprefix("--set ")  # whose quotes a shell would take away
+        guess = f": write {text} with its quotes" if setting == where else f": write --set '{setting}={text}'"
     return RequestError(f"{where} is {quoted(value)}, but must be {option.allowed}{guess}")
 
 
