@@ -47,9 +47,12 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None) ->
     if checkpoint is None:
         raise RequestError(f"--resume {resume}: {describe_missing_checkpoint(run)}")
     if run.state == "finished" and source is None and not overrides:
+        train = load_recipe(recipe_of(run)).train
+        limits = [name for name in ("max_updates", "max_epochs", "stop_time", "patience") if getattr(train, name)]
+        known = f" ({', '.join(f'{name} {getattr(train, name):g}' for name in limits)})" if limits else ""
         raise RequestError(
-            f"--resume {resume}: {run.id} has finished: nothing is left to train; "
-            "to train further, raise the limit that ended it, such as --set train.max_updates=N"
+            f"--resume {resume}: {run.id} has finished: nothing is left to train; to train further, raise the limit "
+            f"that ended it{known}, such as --set train.{limits[0] if limits else 'max_updates'}=N"
         )
     owner = run_named_by(run.dir, checkpoint)
     settings = [*overrides, f"train.resume={checkpoint}", f"train.checkpoint_run={owner}"]
