@@ -165,7 +165,9 @@ def test_a_finished_run_is_not_resumed_without_anything_left_to_train(
 ) -> None:
     (run.dir.checkpoints / "step_00000006.pt").write_bytes(b"")
     write_status(run.dir, msgspec.structs.replace(run.status, status="finished", supervisor=None))
-    run.dir.recipe.write_text('[[cluster.nodes]]\ncpu_ranks = 2\n[train]\ntask = "lm"\nmax_epochs = 3\n')
+    run.dir.recipe.write_text(
+        '[[cluster.nodes]]\ncpu_ranks = 2\n[train]\ntask = "lm"\nmax_epochs = 3\n[task]\ndata = "stdlib"\n'
+    )
     assert cli.main(["run", "--resume", "last"]) == 2
     stderr = capsys.readouterr().err
     assert stderr.startswith(f"gputrain: --resume last: {run.id} has finished: nothing is left to train; ")
