@@ -129,9 +129,9 @@ class RunState:
         """``queued``, ``starting``, ``running``, or how the run ended."""
         if self.ended is not None:
             return self.ended.status
-        if any(view.last is not None for view in self.ranks.values()):
-            return "running"
-        return "queued" if self.queued is not None else "starting"
+        if self.queued is not None and all((view.time or 0.0) < self.queued.time for view in self.ranks.values()):
+            return "queued"  # also between two jobs
+        return "running" if any(view.last is not None for view in self.ranks.values()) else "starting"
 
     @property
     def step(self) -> int:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import tracemalloc
 from typing import Any
 
@@ -20,6 +21,7 @@ from trainer.contract.record import (
     Joining,
     Lost,
     NodeSample,
+    Queued,
     RankSample,
     RankState,
     RunEnded,
@@ -397,6 +399,24 @@ def test_a_restarted_rank_begins_its_windows_anew_and_keeps_its_totals() -> None
     assert view.recent.mean_step_ms == pytest.approx(30.0)
     assert view.totals.steps == 6
     assert view.step == 3
+
+
+def test_a_run_whose_next_job_waits_is_queued_until_its_ranks_record_again() -> None:
+    state = RunState()
+    started = functools.partial(RunStarted, run="r", recipe="r", run_dir="/r", world_size=1)
+    seen = []
+    for event in (
+        Queued(time=1.0, job=7),
+        started(time=2.0),
+        step(time=3.0),
+        Queued(time=4.0, job=7, reason="BeginTime"),
+        started(time=5.0),
+        step(number=2, time=6.0),
+        Queued(time=0.5, job=7),  # of another file, which is read later
+    ):
+        state.apply(event)
+        seen.append(state.status)
+    assert seen == ["queued", "starting", "running", "queued", "running", "running", "running"]
 
 
 def test_the_status_is_how_the_run_ended() -> None:
