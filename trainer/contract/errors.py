@@ -22,7 +22,7 @@ class ExitCode(IntEnum):
     REFUSED = 3
     """Preflight refused it: data missing, a port or a GPU busy, a stale rendezvous file."""
     STOPPED = 130
-    """Stopped by the user; a checkpoint is saved first."""
+    """Stopped, by the user or by Slurm at a time limit or scancel; a checkpoint is saved first."""
 
 
 BROKEN_PIPE_CODE = 128 + signal.SIGPIPE

@@ -310,9 +310,9 @@ class Validation(Event, kw_only=True, tag="validation"):
     epoch: Count
     split: Literal["valid", "test"]
     loss: Result
-    """Mean over every example of the split, in the unit of the task; NaN if it is not finite."""
+    """Mean over every example of the split, in the unit of the task; NaN (null in JSON) if it is not finite."""
     metrics: dict[str, Result] = {}
-    """By name; NaN for one that is not finite."""
+    """By name; NaN (null in JSON) for one that is not finite."""
     weights_step: Count | None = None
     """Optimizer steps after which the tested weights were saved: fewer than ``step`` for the best ones."""
 
