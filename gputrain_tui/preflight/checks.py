@@ -78,6 +78,7 @@ def with_location(result: CheckResult, recipe: Recipe) -> CheckResult:
 
 def _inputs(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNode]) -> Iterator[CheckResult]:
     if not nodes:
+        yield from _inputs_of_a_job(recipe, facts)
         return
     task, script = recipe.train.task, recipe.script
     if script is not None:
@@ -100,6 +101,22 @@ def _inputs(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNode])
     if recipe.train.shares_from and nodes[0].node == 0:
         repeated = ok("shares", f"those of {recipe.train.shares_from} are repeated", key="train.shares_from")
         yield facts.shares or repeated
+
+
+def _inputs_of_a_job(recipe: Recipe, facts: PreflightFacts) -> Iterator[CheckResult]:
+    """Check what Slurm's nodes will read. A job starts in this folder, whose script must be there before it waits.
+
+    Any other path may be on a disk that only the nodes have.
+    """
+    if facts.script is not None and recipe.script is not None:
+        is_here = not recipe.script.script.startswith("/")
+        yield facts.script if is_here else _perhaps_elsewhere(facts.script)
+    if facts.data is not None:
+        yield _perhaps_elsewhere(facts.data)
+
+
+def _perhaps_elsewhere(problem: CheckResult) -> CheckResult:
+    return msgspec.structs.replace(problem, status="warning", what=f"{problem.what}, on this machine")
 
 
 def _sinks(recipe: Recipe, facts: PreflightFacts) -> Iterator[CheckResult]:

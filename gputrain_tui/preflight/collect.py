@@ -50,7 +50,11 @@ def collect_facts(
     local_nodes = [node for node in plan.nodes if is_local(node.host, local)]
     if not local_nodes:
         home = folder_facts(paths.runs_folder())
-        return PreflightFacts(report=_missing_sink(recipe), home=home, inventories=inventories, queried=queried)
+        data, script = (_data(recipe), _script(recipe)) if recipe.is_for_slurm else (None, None)
+        report = _missing_sink(recipe)
+        return PreflightFacts(
+            data=data, script=script, report=report, home=home, inventories=inventories, queried=queried
+        )
     rendezvous, port = rendezvous_facts(plan, local)
     memory, cpus, limits = read_usable_memory(), usable_cpus(), resource_limits.read_limits()
     first = plan.nodes[0] is local_nodes[0]

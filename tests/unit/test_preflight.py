@@ -346,6 +346,27 @@ def test_a_script_must_be_there_and_be_python(folder: Path, text: str | None, wo
     assert (found is None) is not bool(words)
 
 
+@pytest.mark.parametrize(
+    ("train", "task", "status", "what"),
+    [
+        ('script = "own.py"', "", "error", "own.py does not exist in "),
+        ('script = "/nowhere/own.py"', "", "warning", "/nowhere/own.py does not exist in "),
+        (TRAIN, 'data = "none.txt"', "warning", "none.txt does not exist, on this machine"),
+        (TRAIN, 'data = "books.txt"', None, ""),
+    ],
+)
+def test_what_a_job_reads_is_looked_for_before_it_waits(
+    folder: Path, train: str, task: str, status: str | None, what: str
+) -> None:
+    wanted = recipe("cpu_ranks = 1", train=train, task=task, cluster='launcher = "slurm"')
+    results = check_results(facts_of(wanted), wanted)
+    found = [(each.status, each.what) for each in results if each.check in ("script", "data")]
+    assert len(found) == (status is not None)
+    for each in found:
+        assert each[0] == status
+        assert each[1].startswith(what)
+
+
 def test_a_busy_port_is_known_and_an_address_that_is_not_ours() -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
