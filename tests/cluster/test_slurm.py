@@ -178,7 +178,7 @@ def test_a_failed_rank_fails_the_job_and_every_node_reports_the_cause(cluster: S
 
 
 def test_scancel_ends_every_process_and_no_rank_is_recorded_as_finished(cluster: Slurm, tmp_path: Path) -> None:
-    job = plan(cluster, tmp_path, torch_free_recipe(["n1", "n2"], [2, 1]))
+    job = plan(cluster, tmp_path, recipe(["n1", "n2"], [2, 1], **ENDLESS))
     number = cluster.submit(job)
     record = tmp_path / "record"
     wait_until(lambda: all(is_training(record, rank) for rank in range(3)), "they train")
