@@ -11,7 +11,7 @@ from gputrain_tui.history.run_folders import RECENT_RUNS, Run, UnreadableRun, ne
 from gputrain_tui.history.status_file import PLANNED
 from gputrain_tui.lifecycle.live_run import LiveRun
 from gputrain_tui.lifecycle.recipe_to_run import recipe_of
-from gputrain_tui.lifecycle.remote_nodes import path_with_host, remote_node
+from gputrain_tui.lifecycle.remote_nodes import path_with_host
 from gputrain_tui.lifecycle.run_checkpoints import run_ids
 from gputrain_tui.recipe.build import load
 from gputrain_tui.recipe.model import Recipe
@@ -97,15 +97,14 @@ def run_facts(live: LiveRun, *, known: RunFacts | None = None) -> RunFacts:
 def saved_checkpoints(live: LiveRun) -> Iterator[SavedCheckpoint]:
     """Yield the run's checkpoints that are still there, newest first; of another host all of them."""
     run_dir, checkpoints = live.run.dir, live.state.checkpoints
-    ids, is_here = run_ids(run_dir), remote_node(run_dir, 0) is None
+    ids, host = run_ids(run_dir), path_with_host(run_dir, 0, "")
     best = next((event for event in reversed(checkpoints) if event.best), None)
     for event in reversed(checkpoints):
         path, is_best = Path(event.path), event is best
-        if is_best and is_here and not path.exists():
+        if is_best and not host and not path.exists():
             path = path.with_name(BEST)
-        if not is_here or (path.is_file() and owner_of(path) in ("", *ids)):
-            shown = path_with_host(run_dir, 0, str(path))
-            yield SavedCheckpoint(step=event.step, path=shown, bytes=event.bytes, best=is_best)
+        if host or (path.is_file() and owner_of(path) in ("", *ids)):
+            yield SavedCheckpoint(step=event.step, path=f"{host}{path}", bytes=event.bytes, best=is_best)
 
 
 def previous_run(run: Run, others: Iterable[Run | UnreadableRun]) -> Run | None:
