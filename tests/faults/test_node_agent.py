@@ -301,6 +301,28 @@ def test_a_signal_to_the_parent_stops_ranks_that_hang(start: Start, number: sign
     assert (agent.outcome().exit_code, agent.outcome().failure) == (130, None)
 
 
+def test_a_rank_that_dies_of_the_signal_before_the_agent_receives_it_has_not_failed(start: Start) -> None:
+    """Slurm signals all processes of a job, in no order."""
+    agent = start("all_hang", "light", "", "script")
+    ranks = [int(mark) for mark in agent.marks()]
+    os.kill(ranks[1], signal.SIGTERM)
+    until(lambda: not still_alive({ranks[1]}))
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.wait() == 130
+    outcome = agent.outcome()
+    assert (outcome.exit_code, outcome.failure, outcome.stop_reason) == (130, None, "stopped by SIGTERM")
+    assert not [event for event in agent.events() if isinstance(event, Failure)]
+
+
+def test_a_rank_that_alone_is_ended_by_a_signal_has_failed(start: Start) -> None:
+    agent = start("all_hang", "light", "", "script")
+    ranks = [int(mark) for mark in agent.marks()]
+    os.kill(ranks[1], signal.SIGTERM)
+    assert agent.wait() == 1
+    reported = agent.failure()
+    assert (reported.kind, reported.rank, reported.message) == ("signal", 1, "the process was ended by SIGTERM")
+
+
 def test_control_c_reaches_the_whole_group_and_stops_it_once_and_quietly(start: Start) -> None:
     agent = start("all_hang")
     agent.marks()

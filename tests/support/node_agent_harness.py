@@ -41,6 +41,7 @@ def main(target: str, run_dir: str, start_method: str = "light", init_method: st
         for rank in range(world)
     ]
     shutdown.PROCESS_EXIT_S = 0.5
+    node_agent.OWN_SIGNAL_S = 5.0  # the test that sends it may have to wait for the machine
     outcome = node_agent.run_node(
         assignments,
         start_method="spawn" if start_method == "spawn" else "forkserver",

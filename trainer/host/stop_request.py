@@ -154,6 +154,13 @@ class StopRequest:
         select.select([self], [], [], timeout_s)
         self.drain()
 
+    def await_request(self, timeout_s: float) -> bool:
+        """Sleep until a stop is requested or the time-out; return whether it is requested."""
+        end = time.monotonic() + timeout_s
+        while not self.level and (left_s := end - time.monotonic()) > 0:
+            self.wait(left_s)
+        return bool(self.level)
+
     def drain(self) -> None:
         """Make the descriptor unreadable until the next signal."""
         with suppress(BlockingIOError):
