@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from gputrain_tui.shell_words import shell_joined
 from trainer.contract.errors import RequestError, nearest, quoted
 
 
@@ -59,6 +60,10 @@ class FlagParser(argparse.ArgumentParser):
             flag = word.partition("=")[0]
             known = [text for action in self.actions for text in action.option_strings]
             guess = nearest(flag, known) or f"; see `{self._program} --help`"
+            if self._where == "init: " and args.argv and not nearest(flag, known):
+                begin = argv.index(args.argv[0])
+                command = shell_joined([*self._program.split(), *argv[:begin], "--", *argv[begin:]])
+                guess = f"; a command with options of its own stands behind --: `{command}`"
             if self._where == "run: ":
                 guess += (
                     "; a script's own options are train.args, and `gputrain init -- COMMAND` translates a launcher's"

@@ -63,6 +63,12 @@ def test_every_command_has_a_help(name: str, capsys: pytest.CaptureFixture[str])
         (["--versoin"], "'--versoin' is not a known option; did you mean '--version'?; see `gputrain --help`"),
         (["gpus", "--jsno"], "gpus: --jsno is not a known option; did you mean '--json'?"),
         (["gpus", "--jso=1"], "gpus: --jso is not a known option; did you mean '--json'?"),
+        (
+            ["init", "--force", "torchrun", "--nproc-per-node", "2", "my train.py"],
+            "init: --nproc-per-node is not a known option; a command with options of its own stands behind --: "
+            "`gputrain init --force -- torchrun --nproc-per-node 2 'my train.py'`",
+        ),
+        (["init", "train.py", "--forse"], "init: --forse is not a known option; did you mean '--force'?"),
         (["gpus", "--zzz"], "gpus: --zzz is not a known option; see `gputrain gpus --help`"),
         (["gpus", "two"], "gpus: 'two' is one word too many; see `gputrain gpus --help`"),
         (["logs"], "logs: the following arguments are required: RUN; see `gputrain logs --help`"),
