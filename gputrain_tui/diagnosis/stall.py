@@ -83,33 +83,23 @@ def _stalls_among(
     if any(view.stage == "compile" and activity.works(view, now) for view in running):
         return []  # a compilation may take longer than all steps, and the others wait for it
     ahead = max(view.attempt_step for view in running)
-    finished = [view for view in views if view.state == "finished"]
     left_behind = _left_behind(views, activity)
     running = [view for view in running if view.rank not in left_behind]
-    if finished:
+    if finished := [view for view in views if view.state == "finished"]:
+        if not ahead and not any(activity.works(view, now) for view in running):
+            # Before any step, as where the process group is made.
+            return [_left_symptom(view, shortest_s, limit.MIN_COMMON_STALL_S, ahead) for view in finished]
         # Ranks that have done all steps end before those that still evaluate or save.
         early = [view for view in finished if view.attempt_step < ahead and view.rank not in left_behind]
         threshold_s = _stall_threshold_s(state, running)
-        if not ahead and not any(activity.works(view, now) for view in running):
-            # Before any step, as where the process group is made.
-            early, threshold_s = finished, limit.MIN_COMMON_STALL_S
-        if not early or threshold_s is None:
-            return []
-        return [_left_symptom(view, shortest_s, threshold_s, ahead) for view in early]
+        return [] if threshold_s is None else [_left_symptom(view, shortest_s, threshold_s, ahead) for view in early]
     missing = awaited_ranks(state, exclude=left_behind | (set(state.ranks) - {view.rank for view in views}))
     if missing:
         symptoms = []
         for view in missing:
-            threshold_s = _stall_threshold_s(state, [view]) or (
-                limit.NEW_STAGE_BUSY_S if busy_or_idle(view) == "busy" else limit.NEW_STAGE_IDLE_S
-            )
-            if view.stage in (*START_STAGES, "first_step") and activity.works(view, now):
-                threshold_s = max(threshold_s, limit.NEW_STAGE_BUSY_S)  # imports and first steps differ between ranks
-            if timeout_s is not None and view.stage not in START_STAGES:
-                threshold_s = min(threshold_s, timeout_s)
-            if silences[view.rank] >= threshold_s / 2:
-                alone = len(missing) == 1
-                symptom = _behind_symptom(view, silences[view.rank], threshold_s, ahead, alone=alone)
+            silent_s, threshold_s = silences[view.rank], _missing_threshold_s(state, view, activity, now, timeout_s)
+            if silent_s >= threshold_s / 2:
+                symptom = _behind_symptom(view, silent_s, threshold_s, ahead, alone=len(missing) == 1)
                 symptoms.append(replace(symptom, message=symptom.message + waiting_text(running, view)))
         return symptoms
     learnt_s = _stall_threshold_s(state, running)
@@ -120,6 +110,20 @@ def _stalls_among(
     if shortest_s < threshold_s / 2:
         return []
     return [_common_symptom(running, _outlier(running), shortest_s, threshold_s)]
+
+
+def _missing_threshold_s(
+    state: RunState, view: RankView, activity: RankActivity, now: float, timeout_s: float | None
+) -> float:
+    """Return the stall threshold of a rank that others wait for."""
+    threshold_s = _stall_threshold_s(state, [view]) or (
+        limit.NEW_STAGE_BUSY_S if busy_or_idle(view) == "busy" else limit.NEW_STAGE_IDLE_S
+    )
+    if view.stage in (*START_STAGES, "first_step") and activity.works(view, now):
+        threshold_s = max(threshold_s, limit.NEW_STAGE_BUSY_S)  # imports and first steps differ between ranks
+    if timeout_s is not None and view.stage not in START_STAGES:
+        threshold_s = min(threshold_s, timeout_s)
+    return threshold_s
 
 
 def _left_behind(views: Sequence[RankView], activity: RankActivity) -> set[int]:

@@ -67,39 +67,18 @@ def _stragglers(
     if len(timeline.ranks) < 2 or not any(row.synced for row in timeline.last(WINDOW_ROWS)):
         return []
     rows = [row.at_one_speed(slowness) if slowness else row for row in timeline.rows if row.synced]
-    earlier_rows = 2  # before a short window: their noise is a difference, which needs two
-    if len(rows) < limit.SHORT_WINDOW_ROWS + earlier_rows:
+    if len(rows) < limit.SHORT_WINDOW_ROWS + _OwnWork.earlier_rows:
         return []
     broadcast = BroadcastWait.detect(rows[-WINDOW_ROWS:])
     if broadcast is not None:
         rows = [row.without_broadcast_wait(broadcast.leader, broadcast.followers) for row in rows]
     if indices := frozenset(index for index, rank in enumerate(timeline.ranks) if rank in known):
         rows = [row.with_stragglers(indices) for row in rows]
-    window = rows[-WINDOW_ROWS:]
-    step_ms = base_ms(window) + median([row.core_wait_ms for row in window])  # what a lateness is a share of
-    owns = _own_excess(window)
-    short = _short_window(rows)
-    short_owns = _own_excess(rows[-short:])
-    enough_for_short = len(rows) >= short + earlier_rows and not uneven
-    # Once a straggler is found, by few rows of several steps each, it stands while the rows of single steps are few.
-    enough_rows = len(rows) >= limit.MIN_STRAGGLER_ROWS or rows[-1].straggling
+    works = _OwnWork(state, timeline.ranks, rows, uneven=uneven)
     waits = _core_wait_excess(rows)
     symptoms = []
     for index, rank in enumerate(timeline.ranks):
-        symptom = None
-        if enough_for_short and short_owns[index] >= limit.OVERWHELMING_SHARE * (step_ms + short_owns[index]):
-            symptom = _own_work_symptom(state, timeline.ranks, rows, index, step_ms, short)
-            if symptom.cause == "unattributed":  # may be a momentary load of the machine: reported when it lasts
-                symptom = None
-        gate = limit.STRAGGLER_SHARE * (step_ms + max(owns[index], 0.0))
-        if symptom is None and enough_rows and owns[index] >= gate / 2:
-            symptom = _own_work_symptom(state, timeline.ranks, rows, index, step_ms, WINDOW_ROWS, uneven=uneven)
-        if enough_rows and (symptom is None or not symptom.is_certain) and owns[index] >= gate:
-            late = [row.own_excess[index] for row in rows]
-            if length := _rows_late_beyond_chance(late, gate):
-                symptom = _own_work_symptom(
-                    state, timeline.ranks, rows, index, step_ms, length, uneven=uneven, varying=True
-                )
+        symptom = works.symptom(index)
         if symptom is not None and broadcast is not None and index == broadcast.leader:
             symptom = broadcast.explain(symptom, timeline.ranks)
         if waits is not None and (symptom is None or symptom.value < symptom.threshold):
@@ -110,6 +89,103 @@ def _stragglers(
     return symptoms
 
 
+class _OwnWork:
+    """Work of each rank, compared with that of the other ranks in the last rows."""
+
+    earlier_rows = 2
+    """Rows before a short window: their noise is a difference, which needs two."""
+
+    def __init__(self, state: RunState, ranks: Sequence[int], rows: Sequence[StepRow], *, uneven: bool) -> None:
+        """Compare the work; ``uneven``: ranks are known to be late in turns."""
+        self._state = state
+        self._ranks = ranks
+        self._rows = rows
+        self._uneven = uneven
+        window = rows[-WINDOW_ROWS:]
+        self._step_ms = base_ms(window) + median([row.core_wait_ms for row in window])
+        """Duration of a step without stragglers, with its waits for a core: what a lateness is a share of."""
+        self._excess_ms = _own_excess(window)
+        """By index, as are those of the short window."""
+        self._short = _short_window(rows)
+        self._short_excess_ms = _own_excess(rows[-self._short :])
+        # A straggler that few rows of several steps each have shown stands while the rows of single steps are few.
+        self._enough_rows = len(rows) >= limit.MIN_STRAGGLER_ROWS or rows[-1].straggling
+        self._enough_for_short = len(rows) >= self._short + self.earlier_rows and not uneven
+
+    def symptom(self, index: int) -> Symptom | None:
+        """Return the symptom of a rank with longer work of its own, by the shortest window that shows it."""
+        symptom = None
+        excess_ms, short_ms = self._excess_ms[index], self._short_excess_ms[index]
+        if self._enough_for_short and short_ms >= limit.OVERWHELMING_SHARE * (self._step_ms + short_ms):
+            symptom = self._over(index, self._short)
+            if symptom.cause == "unattributed":  # may be a momentary load of the machine: reported when it lasts
+                symptom = None
+        gate = limit.STRAGGLER_SHARE * (self._step_ms + max(excess_ms, 0.0))
+        if symptom is None and self._enough_rows and excess_ms >= gate / 2:
+            symptom = self._over(index, WINDOW_ROWS)
+        if self._enough_rows and (symptom is None or not symptom.is_certain) and excess_ms >= gate:
+            late = [row.own_excess[index] for row in self._rows]
+            if length := _rows_late_beyond_chance(late, gate):
+                symptom = self._over(index, length, varying=True)
+        return symptom
+
+    def _over(self, index: int, length: int, *, varying: bool = False) -> Symptom:
+        """Return the symptom of a rank over the last ``length`` rows.
+
+        ``varying``: it is late in more of the rows than by chance, however unlike from row to row.
+        """
+        rank, window = self._ranks[index], self._rows[-length:]
+        late = [row.own_excess[index] for row in self._rows]
+        recent = late[-length:]
+        late_ms = median(recent)
+        step_ms = self._step_ms + max(late_ms, 0.0)
+        gate = limit.STRAGGLER_SHARE * step_ms
+        blocks = _window_medians(late)
+        straggling = [row.straggling for row in self._rows]
+        noise = _noise_in_bursts(late, straggling) if varying else _noise(late, straggling)
+        agreeing = [row for row, value in zip(window, recent, strict=True) if value >= late_ms / 2]
+        agreed_ms = median([row.own_excess[index] for row in agreeing])  # over the same steps as ``phases``
+        phases = {phase: median([row.excess(phase, index) for row in agreeing]) for phase in (*PHASES, "gc")}
+        cause = cause_of(self._state, rank, agreed_ms, phases, agreeing, self._ranks)
+        if cause.has_parts and agreed_ms - late_ms > limit.NEGLIGIBLE_SHARE * late_ms:
+            # As the sum of the parts a reader expects the median over all steps.
+            because = f"{cause.because} in the steps that take {agreed_ms:.1f} ms longer"
+            cause = dataclasses.replace(cause, because=because)
+        uneven = self._uneven
+        if (noise > gate or uneven) and cause.name in PHASES:
+            # A phase may stand out from its own noise although the sum of all phases does not.
+            alone = [row.excess(cause.name, index) for row in self._rows]
+            noise_alone = _noise(alone, straggling)
+            uneven = uneven and noise_alone > gate
+            if median(alone[-length:]) >= noise_alone:
+                noise = min(noise, noise_alone)
+        windows = limit.SUSTAINED_WINDOWS if uneven or late_ms < limit.ONE_WINDOW_SHARE * step_ms else 0
+        if cause.name == "unattributed":
+            on_gpu = (self._state.ranks[rank].device or "").startswith("cuda")
+            unexplained = limit.UNEXPLAINED_WINDOWS if on_gpu else _unexplained_windows(self._rows[-WINDOW_ROWS:])
+            windows = max(windows, unexplained)
+        lasting = len(blocks) >= windows and all(block >= gate for block in blocks[len(blocks) - windows :])
+        evidence = {
+            "noise_ms": noise,
+            "late_ms": median([row.late_ms(index) for row in agreeing]),
+            **{f"{phase}_excess_ms": value for phase, value in phases.items() if abs(value) >= 0.05 * late_ms},
+        }
+        confirmed = lasting and (varying or len(agreeing) >= limit.MIN_AGREEING_SHARE * len(recent))
+        symptom = _symptom(
+            rank,
+            late_ms,
+            step_ms,
+            max(gate, noise),
+            cause,
+            evidence,
+            step=window[-1].step,
+            confirmed=confirmed,
+            whole_ms=median([row.step_ms for row in agreeing]),
+            script=self._state.plan is None,
+        )
+        return _with_waiting(symptom, self._state.ranks[rank].groups, agreeing, index, self._ranks)
+
+
 def _short_window(rows: Sequence[StepRow]) -> int:
     """Return how many of the last rows cover ``WINDOW_ROWS`` steps: from ``SHORT_WINDOW_ROWS`` to ``WINDOW_ROWS``."""
     steps = list(accumulate(row.steps for row in islice(reversed(rows), WINDOW_ROWS)))
@@ -118,72 +194,6 @@ def _short_window(rows: Sequence[StepRow]) -> int:
 
 def _own_excess(window: Sequence[StepRow]) -> list[float]:
     return [median(late) for late in zip(*(row.own_excess for row in window), strict=True)]
-
-
-def _own_work_symptom(
-    state: RunState,
-    ranks: Sequence[int],
-    rows: Sequence[StepRow],
-    index: int,
-    base: float,
-    length: int,
-    *,
-    uneven: bool = False,
-    varying: bool = False,
-) -> Symptom:
-    """Return the symptom of a rank with longer work of its own than the other ranks in the last ``length`` rows.
-
-    ``base`` is the duration of a step without stragglers, with its waits for a core, ms. ``uneven``: ranks are known
-    to be late in turns. ``varying``: it is late in more of the rows than by chance, however unlike from row to row.
-    """
-    rank, window = ranks[index], rows[-length:]
-    late = [row.own_excess[index] for row in rows]
-    recent = late[-length:]
-    late_ms = median(recent)
-    step_ms = base + max(late_ms, 0.0)
-    gate = limit.STRAGGLER_SHARE * step_ms
-    blocks = _window_medians(late)
-    straggling = [row.straggling for row in rows]
-    noise = _noise_in_bursts(late, straggling) if varying else _noise(late, straggling)
-    agreeing = [row for row, value in zip(window, recent, strict=True) if value >= late_ms / 2]
-    agreed_ms = median([row.own_excess[index] for row in agreeing])  # over the same steps as ``phases``
-    phases = {phase: median([row.excess(phase, index) for row in agreeing]) for phase in (*PHASES, "gc")}
-    cause = cause_of(state, rank, agreed_ms, phases, agreeing, ranks)
-    if cause.has_parts and agreed_ms - late_ms > limit.NEGLIGIBLE_SHARE * late_ms:
-        # As the sum of the parts a reader expects the median over all steps.
-        because = f"{cause.because} in the steps that take {agreed_ms:.1f} ms longer"
-        cause = dataclasses.replace(cause, because=because)
-    if (noise > gate or uneven) and cause.name in PHASES:
-        # A phase may stand out from its own noise although the sum of all phases does not.
-        alone = [row.excess(cause.name, index) for row in rows]
-        noise_alone = _noise(alone, straggling)
-        uneven = uneven and noise_alone > gate
-        if median(alone[-length:]) >= noise_alone:
-            noise = min(noise, noise_alone)
-    windows = limit.SUSTAINED_WINDOWS if uneven or late_ms < limit.ONE_WINDOW_SHARE * step_ms else 0
-    if cause.name == "unattributed":
-        on_gpu = (state.ranks[rank].device or "").startswith("cuda")
-        windows = max(windows, limit.UNEXPLAINED_WINDOWS if on_gpu else _unexplained_windows(rows[-WINDOW_ROWS:]))
-    lasting = len(blocks) >= windows and all(block >= gate for block in blocks[len(blocks) - windows :])
-    evidence = {
-        "noise_ms": noise,
-        "late_ms": median([row.late_ms(index) for row in agreeing]),
-        **{f"{phase}_excess_ms": value for phase, value in phases.items() if abs(value) >= 0.05 * late_ms},
-    }
-    confirmed = lasting and (varying or len(agreeing) >= limit.MIN_AGREEING_SHARE * len(recent))
-    symptom = _symptom(
-        rank,
-        late_ms,
-        step_ms,
-        max(gate, noise),
-        cause,
-        evidence,
-        step=window[-1].step,
-        confirmed=confirmed,
-        whole_ms=median([row.step_ms for row in agreeing]),
-        script=state.plan is None,
-    )
-    return _with_waiting(symptom, state.ranks[rank].groups, agreeing, index, ranks)
 
 
 def _rows_late_beyond_chance(late: Sequence[float], gate: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -72,31 +73,42 @@ def replay(run: RunDir, world_size: int = MAX_RANKS, *, newest: int = MAX_RANKS)
         blocks = _until(blocks_by_name[name], common)
         if not blocks and name in former:
             continue  # its attempts were short: they are read whole
-        if not blocks:
+        events = _of_rank(run, name, blocks, world_size) if blocks else None
+        if events is None:
             return None
+        files.append(events)
         begin[name] = blocks[-1].end
-        gaps = _gaps(blocks)
-        if sum(last - first for first, last in gaps) > MAX_GAP_BYTES:
-            return None
-        # In the order of the file: a block stands where its last event does.
-        placed: list[tuple[int, AnyEvent | DownsampledBlock]] = [(block.end, block) for block in blocks]
-        for first, last in gaps:
-            lines = _part(run.events / f"{name}.ndjson", first, last - first)
-            placed += [(first, event) for event in decode_events(lines, world_size)]
-        placed += [
-            (note.begin, note.event)
-            for note in _notes(run, name, world_size)
-            if note.begin < begin[name] and not any(first <= note.begin < last for first, last in gaps)
-        ]
-        placed.sort(key=itemgetter(0))
-        files.append([event for _, event in placed])
     for name, size in sizes.items():
         if name not in begin and note_file(run.digest, name).exists():  # of a node: samples, and how its ranks ended
             begin[name] = _line_after(run, name, size - tail)
             files.append([note.event for note in _notes(run, name, world_size) if note.begin < begin[name]])
-    events = merged(files)
-    steps = max(event.steps for event in events if isinstance(event, DownsampledBlock))
-    return Replay(events=events, begin=begin, steps=steps)
+    merged_events = merged(files)
+    steps = max(event.steps for event in merged_events if isinstance(event, DownsampledBlock))
+    return Replay(events=merged_events, begin=begin, steps=steps)
+
+
+def _of_rank(
+    run: RunDir, name: str, blocks: Sequence[DownsampledBlock], world_size: int
+) -> list[AnyEvent | DownsampledBlock] | None:
+    """Return the blocks of a rank, and its events outside of them, up to the last block's end, in the file's order.
+
+    None where too much of the file is in no block.
+    """
+    gaps = _gaps(blocks)
+    if sum(last - first for first, last in gaps) > MAX_GAP_BYTES:
+        return None
+    # A block stands where its last event does.
+    placed: list[tuple[int, AnyEvent | DownsampledBlock]] = [(block.end, block) for block in blocks]
+    for first, last in gaps:
+        lines = _part(run.events / f"{name}.ndjson", first, last - first)
+        placed += [(first, event) for event in decode_events(lines, world_size)]
+    placed += [
+        (note.begin, note.event)
+        for note in _notes(run, name, world_size)
+        if note.begin < blocks[-1].end and not any(first <= note.begin < last for first, last in gaps)
+    ]
+    placed.sort(key=itemgetter(0))
+    return [event for _, event in placed]
 
 
 def _part(path: Path, begin: int = 0, count: int | None = None) -> bytes:
@@ -128,7 +140,7 @@ def _until(blocks: list[DownsampledBlock], step: int) -> list[DownsampledBlock]:
     return blocks[:count]
 
 
-def _gaps(blocks: list[DownsampledBlock]) -> list[tuple[int, int]]:
+def _gaps(blocks: Sequence[DownsampledBlock]) -> list[tuple[int, int]]:
     """Return the byte ranges that no block covers: a killed process leaves its last block unwritten."""
     ends = [0, *(block.end for block in blocks)]
     return [(end, block.begin) for end, block in zip(ends, blocks, strict=False) if block.begin > end]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import errno
 import os
 import socket
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -155,41 +156,80 @@ def as_recorded(run: RunDir, status: Status) -> Status:
 
     Ranks that torchrun has started have no node agent in common.
     """
-    numbers = [int(path.stem) for path in run.nodes.glob("*.json") if path.stem.isdecimal()]
+    began = first_time(run)
+    if began is not None:
+        status = msgspec.structs.replace(status, started=began)
+    numbers = sorted(int(path.stem) for path in run.nodes.glob("*.json") if path.stem.isdecimal())
+    ranks = {} if numbers else newest_states(run)
+    end = _end_of_nodes(run, numbers) if numbers else _end_of_ranks(ranks, max(status.world_size, 1))
+    if end is not None:
+        return _ended(run, status, end)
+    if (gone := _gone_rank(ranks)) is not None:
+        status = msgspec.structs.replace(status, supervisor=gone)
+    if began is None:
+        return msgspec.structs.replace(status, status="starting", message=PLANNED)
+    return msgspec.structs.replace(status, status="running")
+
+
+class _RunEnd(NamedTuple):
+    """End of a run, as its nodes or ranks have recorded it."""
+
+    exit_code: int
+    """The highest of the nodes; that of a failure says more."""
+    time: float
+    """Unix seconds."""
+    failures: list[Failure]
+
+
+def _end_of_nodes(run: RunDir, numbers: Sequence[int]) -> _RunEnd | None:
+    """Return the end of a run from the outcomes of its nodes; None before the last one."""
+    ends = [end for number in numbers if (end := node_outcome(run, number)) is not None]
     try:
         count = len(read_plan(run).nodes)
     except RecordError:
         count = len(numbers)
-    began = first_time(run)
-    if began is not None:
-        status = msgspec.structs.replace(status, started=began)
-    nodes = [end for number in sorted(numbers) if (end := node_outcome(run, number)) is not None]
-    ranks = {} if numbers else newest_states(run)
-    going = [each for each in ranks.values() if isinstance(each, RankState) and each.state != "finished"]
-    if nodes and len(nodes) >= count:
-        failures = [end.failure for end in nodes if end.failure is not None]
-        code = max(end.exit_code for end in nodes)
-        ended = max(run.node_result(end.node).stat().st_mtime for end in nodes)
-    elif len(ranks) >= max(status.world_size, 1) and not going:
-        failures = [end for end in ranks.values() if isinstance(end, Failure)]
-        code, ended = ExitCode.FINISHED, max(end.time for end in ranks.values())
-    else:
-        if going and all(each.host == socket.gethostname() and not exists(each.pid or 0) for each in going):
-            # As after Ctrl-C or a kill: a rank that is gone stands for the supervisor, so that the run is lost.
-            gone = ProcessIdentity(pid=going[0].pid or 1, start_ticks=0, boot_id=boot_id(), host=socket.gethostname())
-            status = msgspec.structs.replace(status, supervisor=gone)
-        if began is None:
-            return msgspec.structs.replace(status, status="starting", message=PLANNED)
-        return msgspec.structs.replace(status, status="running")
-    failure = root_cause((int(each.time * 1e9), each) for each in failures)
-    code = code if failure is None else exit_code_of(failure)
+    if not ends or len(ends) < count:
+        return None
+    return _RunEnd(
+        max(end.exit_code for end in ends),
+        max(run.node_result(end.node).stat().st_mtime for end in ends),
+        [end.failure for end in ends if end.failure is not None],
+    )
+
+
+def _end_of_ranks(states: Mapping[int, RankState | Failure], world_size: int) -> _RunEnd | None:
+    """Return the end of a run from the newest events of its ranks; None while one goes on."""
+    if len(states) < world_size or _going(states):
+        return None
+    failures = [state for state in states.values() if isinstance(state, Failure)]
+    return _RunEnd(ExitCode.FINISHED, max(state.time for state in states.values()), failures)
+
+
+def _going(states: Mapping[int, RankState | Failure]) -> list[RankState]:
+    return [state for state in states.values() if isinstance(state, RankState) and state.state != "finished"]
+
+
+def _gone_rank(states: Mapping[int, RankState | Failure]) -> ProcessIdentity | None:
+    """Return a rank that is gone without an end, as after Ctrl-C or a kill, if all that go on are.
+
+    It stands for the supervisor, so that the run is lost.
+    """
+    going, host = _going(states), socket.gethostname()
+    if not going or any(each.host != host or exists(each.pid or 0) for each in going):
+        return None
+    return ProcessIdentity(pid=going[0].pid or 1, start_ticks=0, boot_id=boot_id(), host=host)
+
+
+def _ended(run: RunDir, status: Status, end: _RunEnd) -> Status:
+    failure = root_cause((int(each.time * 1e9), each) for each in end.failures)
+    code = end.exit_code if failure is None else exit_code_of(failure)
     step, loss = newest_loss_of(run, status.world_size)
     outcome: RunStatusName = "finished" if code == 0 else "stopped" if code == ExitCode.STOPPED else "failed"
     return msgspec.structs.replace(
         status,
         status=outcome,
         exit_code=int(code),
-        ended=ended,
+        ended=end.time,
         message=None if failure is None else failure.message,
         failed_rank=None if failure is None else failure.rank,
         failed_host=None if failure is None else failure.host,

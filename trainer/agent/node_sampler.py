@@ -159,17 +159,35 @@ class NodeSampler:
             sample.cpu_percent = _percent(after.busy - before.busy, ticks)
             sample.steal_percent = _percent(after.stolen - before.stolen, ticks)
         self._cores = after
+        pids = self._sample_ranks(sample, seconds)
+        self._sample_limits(sample, pids, seconds)
+        self._sample_children(sample.ranks, seconds)
+        if before is not None and after is not None and seconds > 0 and sample.cores == sample.machine_cores:
+            others = after.busy - after.stolen - before.busy + before.stolen
+            others_percent = _percent(others / CLOCK_TICKS_HZ, seconds)
+            of_ranks = sum(of_rank.cpu_percent or 0 for of_rank in sample.ranks)
+            sample.other_cpu_percent = max(0.0, round(others_percent - of_ranks, 1))
+        if self._gpus is not None:
+            sample.gpus = self._gpus.sample()
+        if self._run_dir is not None:
+            sample.record_free_bytes = free_bytes(self._run_dir.events)
+            sample.log_bytes = size_of(self._run_dir.node_log(self._node))
+        self._writer.write(sample)
+        return sample
+
+    def _sample_ranks(self, sample: NodeSample, seconds: float) -> dict[int, int]:
+        """Sample the processes of the ranks that have not ended; return these by rank."""
+        # Share of the time that a main thread waits for a core, from which on all threads of its process are sampled.
+        waits_percent = 10.0
         processes: dict[int, ProcessUsage] = {}
         pids: dict[int, int] = {}
         threads: dict[int, dict[str, int]] = {}
-        # Share of the time that a main thread waits for a core, from which on all threads of its process are sampled.
-        waits_percent = 10.0
         for rank, pid in sorted(self._pids.items()):
             process = read_usage(pid, proc=self._proc)
             if process is None:
                 continue  # it has ended
-            earlier = self._processes.get(rank)
-            of_rank = rank_sample(rank, earlier, process, seconds=seconds)
+            processes[rank], pids[rank] = process, pid
+            of_rank = rank_sample(rank, self._processes.get(rank), process, seconds=seconds)
             if of_rank.cpu_percent is not None and of_rank.cpu_percent < ASLEEP_PERCENT:
                 of_rank.sleeps_in = sleeps_in(pid, proc=self._proc)
             if (of_rank.wait_percent or 0.0) >= waits_percent:
@@ -183,22 +201,8 @@ class NodeSampler:
             if self._run_dir is not None:
                 of_rank.log_bytes = size_of(self._run_dir.rank_log(rank))
             sample.ranks.append(of_rank)
-            processes[rank], pids[rank] = process, pid
-        self._sample_limits(sample, pids, seconds)
-        self._sample_children(sample.ranks, seconds)
         self._processes, self._busy_ns = processes, threads
-        if before is not None and after is not None and seconds > 0 and sample.cores == sample.machine_cores:
-            others = after.busy - after.stolen - before.busy + before.stolen
-            others_percent = _percent(others / CLOCK_TICKS_HZ, seconds)
-            of_ranks = sum(of_rank.cpu_percent or 0 for of_rank in sample.ranks)
-            sample.other_cpu_percent = max(0.0, round(others_percent - of_ranks, 1))
-        if self._gpus is not None:
-            sample.gpus = self._gpus.sample()
-        if self._run_dir is not None:
-            sample.record_free_bytes = free_bytes(self._run_dir.events)
-            sample.log_bytes = size_of(self._run_dir.node_log(self._node))
-        self._writer.write(sample)
-        return sample
+        return pids
 
     def _sample_limits(self, sample: NodeSample, pids: Mapping[int, int], seconds: float) -> None:
         """Sample the cores that the ranks may use, and the time for which CPU quotas hold them back."""

@@ -103,9 +103,24 @@ class Shutdown:
                 self._cause_until = now + cause_wait_s
             elif now >= self._cause_until:
                 self.stop(running)
+        self._end_lingering(running, now)
+        self._terminate_scripts(running, now)
+        if self.kill_at is None or now < self.kill_at:
+            return False
+        if self._killed_at is None:
+            self._killed_at = now
+            for rank in running:
+                rank.signal(signal.SIGKILL)
+        return now >= self._killed_at + KILLED_EXIT_S
+
+    def _end_lingering(self, running: Sequence[WorkerProcess], now: float) -> None:
+        """Kill the processes that go on after their training is complete."""
         for rank in running:
             if rank.done_at is not None and now >= rank.done_at + PROCESS_EXIT_S and not rank.by_script:
                 rank.signal(signal.SIGKILL)
+
+    def _terminate_scripts(self, running: Sequence[WorkerProcess], now: float) -> None:
+        """Send SIGTERM to scripts once they have written their record: first to the ranks that they have started."""
         if self._terminate_at is not None and now >= self._terminate_at:
             self._terminate_at = None
             started = [rank for rank in running if rank.by_script]
@@ -118,13 +133,6 @@ class Shutdown:
             self._started_terminated = False
             for rank in running:
                 rank.signal(signal.SIGTERM)
-        if self.kill_at is None or now < self.kill_at:
-            return False
-        if self._killed_at is None:
-            self._killed_at = now
-            for rank in running:
-                rank.signal(signal.SIGKILL)
-        return now >= self._killed_at + KILLED_EXIT_S
 
     def due_in_s(self, running: Sequence[WorkerProcess]) -> float | None:
         """Return the seconds until ``act`` is due; None if only a report or the end of a rank makes it due."""
