@@ -135,7 +135,7 @@ class Supervisor:
             nodes.write()
 
     def _launch(self, plan: Plan) -> NodeGroup:
-        nodes = self._group(plan, attempt_outcome.event_file_sizes(self.dir))
+        nodes = self._group(plan, attempt_outcome.record_sizes(self.dir))
         self._record(self._gaps.begin_attempt())
         nodes.launch(self._stop_request)
         return nodes
