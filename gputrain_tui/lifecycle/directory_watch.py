@@ -30,10 +30,10 @@ BEAT_TIMEOUT_S = 5.0
 
 
 def read_stop_file(run_dir: RunDir) -> tuple[StopLevel, str]:
-    """Return the stop level requested by another host, and the reason of the stop."""
+    """Return the stop level requested in the stop file, and the reason of the stop."""
     try:
         level, _, reason = read_part(run_dir.stop, 0, MAX_STOP_BYTES).decode().partition(" ")
-        return StopLevel(int(level)), f"{reason} on another host"
+        return StopLevel(int(level)), reason
     except (OSError, ValueError):
         return StopLevel.NONE, ""
 
@@ -76,7 +76,7 @@ class DirectoryWatch:
         self.stack_request = read_stack_request(self._dir)
         level, reason = read_stop_file(self._dir)
         if level > self._stop_request.level:
-            self._stop_request.ask(level, reason)
+            self._stop_request.ask(level, f"{reason} on another host")
         if self.deleted is None and attempt_outcome.is_deleted(self._dir):
             self.deleted = attempt_outcome.deletion_failure(self._dir, time.time())
             log_line(self.deleted.message)
