@@ -53,6 +53,22 @@ def supervisor_beats(run_dir: RunDir) -> bool:
         return False
 
 
+class SupervisorBeats:
+    """Beats of a run's supervisor, which updates the mtime of the lock once a second, as another process sees them."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._dir = run_dir
+        self._mtime_ns = 0
+        self._at = time.monotonic()
+
+    def silent_s(self) -> float:
+        """Return how long there has been no beat, seconds, as far as this process has asked; by its own clock."""
+        with suppress(OSError):
+            if (mtime_ns := self._dir.lock.stat().st_mtime_ns) != self._mtime_ns:
+                self._mtime_ns, self._at = mtime_ns, time.monotonic()
+        return time.monotonic() - self._at
+
+
 class DirectoryWatch:
     """Watch of one run directory."""
 

@@ -26,7 +26,7 @@ from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle import attempt_outcome, run_end
 from gputrain_tui.lifecycle.attempt import AttemptResult, failed, with_note
 from gputrain_tui.lifecycle.diagnosis_watch import recorded_state
-from gputrain_tui.lifecycle.directory_watch import read_stop_file, write_stop_file
+from gputrain_tui.lifecycle.directory_watch import SILENT_S, SupervisorBeats, read_stop_file, write_stop_file
 from gputrain_tui.lifecycle.launchers import slurm_successor
 from gputrain_tui.lifecycle.polling import wait_until
 from gputrain_tui.lifecycle.report_sinks import report_end
@@ -120,14 +120,16 @@ def refresh(run: Run) -> Run:
     return open_run(run.dir.path) or run
 
 
-def _record_end(run_dir: RunDir, number: int) -> None:
+def _record_end(run_dir: RunDir, number: int, *, is_silent: bool = False) -> None:
     """Record the end of a run whose job is over, unless its supervisor records it within ``RECORD_TIMEOUT_S``.
+
+    ``is_silent``: whether the supervisor has been silent for that time already.
 
     Raises:
         RequestError: Slurm does not answer.
     """
     job = slurm_commands.job(number)
-    if job is None or job.nodes:  # else it had no supervisor
+    if not is_silent and (job is None or job.nodes):  # else it has no supervisor
         wait_until(lambda: run_end.is_recorded(run_dir), RECORD_TIMEOUT_S)
         job = slurm_commands.job(number)
     if job is not None and not job.is_over:
@@ -288,6 +290,7 @@ def follow(run_dir: RunDir, *, leased: bool) -> int:
     request = JobStop(run_dir, job, STARTER_SIGNAL)
     query_at, interval_s, was_queued = 0.0, MIN_QUERY_INTERVAL_S, True
     shown: tuple[str, float | None] | None = None
+    beats = SupervisorBeats(run_dir)
     with StopRequest(lease=leased) as stop_request:
         while True:
             is_recorded = run_end.is_recorded(run_dir)  # before the status is read, which then has the exit code
@@ -299,6 +302,8 @@ def follow(run_dir: RunDir, *, leased: bool) -> int:
             if status.status == "queued" and not was_queued:  # requeued: the wait is shown at once
                 query_at, interval_s = time.monotonic(), MIN_QUERY_INTERVAL_S
             was_queued = status.status == "queued"
+            if not was_queued and beats.silent_s() >= SILENT_S:  # its host may be lost
+                query_at, interval_s = min(query_at, time.monotonic() + MIN_QUERY_INTERVAL_S), MIN_QUERY_INTERVAL_S
             if (current := read_job(run_dir) or job).number != job.number:
                 job, shown = current, None  # a successor, whose wait the supervisor before has recorded at first
                 interval_s = MIN_QUERY_INTERVAL_S
@@ -310,7 +315,7 @@ def follow(run_dir: RunDir, *, leased: bool) -> int:
                 if time.monotonic() >= query_at:
                     now = slurm_commands.job(job.number)
                     if now is None or now.is_over:
-                        _record_end(run_dir, job.number)
+                        _record_end(run_dir, job.number, is_silent=beats.silent_s() >= RECORD_TIMEOUT_S)
                     elif (shown or slurm_successor.last_queued(run_dir, job.number)) != (now.reason, now.starts):
                         shown = (now.reason, now.starts)
                         slurm_successor.record_queued(run_dir, now)
