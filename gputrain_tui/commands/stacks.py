@@ -61,7 +61,8 @@ def run(args: Namespace) -> int:
         print_message(f"{found.id} has ended ({found.state}); {recorded}{others}")
     elif waits:
         job = read_job(found.dir)
-        print_message(f"{found.id} waits in Slurm's queue{'' if job is None else f' as job {job.number}'}: no rank runs")
+        name = "" if job is None else f" as job {job.number}"
+        print_message(f"{found.id} waits in Slurm's queue{name}: no rank runs")
     elif silent:
         lost = lost_text(found.dir, found.status)
         why = f"{found.id} is lost: {lost}" if lost else "ended, or its node agent or host does not answer"

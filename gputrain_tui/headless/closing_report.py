@@ -196,7 +196,8 @@ def status_line(state: RunState, *, status: str | None = None, elapsed_s: float 
     samples = sum(view.totals.samples for view in (*state.ranks.values(), *state.former.values()))
     status = status or state.status
     style = "alarm" if status == "failed" else "bold"
-    steps = f", {state.step} step{'s' * (state.step != 1)}" + (" since then" if restarts else " in the last one") * begun_anew
+    since = (" since then" if restarts else " in the last one") * begun_anew
+    steps = f", {state.step} step{'s' * (state.step != 1)}{since}"
     resumed = f" since step {state.plan.first_update}" if state.plan is not None and state.plan.first_update else ""
     steps += (f", {samples:,} samples" + " in all" * begun_anew + resumed * (not restarts and jobs < 2)) * bool(samples)
     if state.record_gap and state.counts_all_steps:

@@ -348,10 +348,10 @@ class ProgressView:
                 self._draw(paint(line, colour=self._colour))
         elif tick - self._plain_at >= (PLAIN_S if self._first_line is None else PLAIN_START_S):
             self._plain_at = tick
-            line = plain_line(self._state, now=now, standstill=standstill)
-            if line != self._plain and not self._state.queue.is_waiting:  # the report about a queued job has its line
-                self._plain = line
-                self._write([(line, "")])
+            text = plain_line(self._state, now=now, standstill=standstill)
+            if text != self._plain and not self._state.queue.is_waiting:  # the report about a queued job has its line
+                self._plain = text
+                self._write([(text, "")])
 
     def print_line(self, pieces: Sequence[Piece], *, wrap: bool = False) -> None:
         """Write a permanent line; ``wrap``: as several ones if the terminal is narrower, which breaks within words."""

@@ -6,7 +6,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
@@ -214,12 +214,6 @@ class RunDiagnosis(LiveDiagnosis):
         from gputrain_tui.diagnosis.missing import lost_peer
 
         return _guarded(lambda: lost_peer(self.read_rest()))
-
-
-def recorded_state(run_dir: RunDir) -> RunState | None:
-    """Return a run's state after its whole record, for one that no longer grows; None if it cannot be read."""
-    with closing(RunDiagnosis(run_dir)) as diagnosis:
-        return diagnosis.state_at_end()
 
 
 def _guarded(call: Callable[[], T]) -> T | None:

@@ -21,13 +21,16 @@ class JobQueue:
         self.is_before_ranks = False
         """Whether it waits, or its job has begun and no rank of it is spawned yet.
 
-        By the order of the events: the clocks of the nodes may differ.
+        By the order of the events, as the clocks of the nodes may differ, but for a report that is read too late.
         """
+        self._newest_at = 0.0
+        """Newest time of a report that the run waits, and of the start of a rank, Unix seconds."""
 
     def wait(self, event: Queued | Finding) -> None:
         """Note that the run waits for its first or next job; a finding only if it is of that kind."""
-        if isinstance(event, Finding) and event.kind != REQUEUED:
+        if event.time < self._newest_at or (isinstance(event, Finding) and event.kind != REQUEUED):
             return
+        self._newest_at = event.time
         self.newest = event if isinstance(event, Queued) else None
         self.is_waiting = self.is_before_ranks = True
 
@@ -36,8 +39,9 @@ class JobQueue:
         self.jobs += 1
         self.newest, self.is_waiting = None, False
 
-    def spawn(self) -> None:
-        """Note that a rank of a job is spawned."""
+    def spawn(self, moment: float) -> None:
+        """Note that a rank of a job was spawned at a moment, Unix seconds."""
+        self._newest_at = max(moment, self._newest_at)
         self.newest, self.is_waiting, self.is_before_ranks = None, False, False
 
 

@@ -343,7 +343,7 @@ class RunState:
         view = self.rank(event.rank)
         if event.state == "spawned":
             view.starts += 1
-            self.queue.spawn()
+            self.queue.spawn(event.time)
             if view.starts > self._attempt:
                 self._attempt, self._attempt_began = view.starts, event.time
                 self._attribute()

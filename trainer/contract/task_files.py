@@ -173,7 +173,8 @@ def text_files(data: str, pattern: Sequence[str]) -> list[Path]:
             files = sorted({file for one in pattern for file in path.rglob(one) if _is_visible(file, path)})
         where = f"the folder {path}"
         if not files:
-            raise MachineNotReadyError(f"{where} has no file that matches {', '.join(pattern)}; name others with pattern")
+            wanted = ", ".join(pattern)
+            raise MachineNotReadyError(f"{where} has no file that matches {wanted}; name others with pattern")
     if not files:
         raise MachineNotReadyError(f"{where} matches no file")
     for file in files:

@@ -25,10 +25,10 @@ from gputrain_tui.history.status_file import ENDED, read_status, write_status
 from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle import attempt_outcome, run_end
 from gputrain_tui.lifecycle.attempt import AttemptResult, failed, with_note
-from gputrain_tui.lifecycle.diagnosis_watch import recorded_state
 from gputrain_tui.lifecycle.directory_watch import SILENT_S, SupervisorBeats, read_stop_file, write_stop_file
 from gputrain_tui.lifecycle.launchers import slurm_successor
 from gputrain_tui.lifecycle.polling import wait_until
+from gputrain_tui.lifecycle.recorded_state import recorded_state
 from gputrain_tui.lifecycle.report_sinks import report_end
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.lifecycle.saving_time import saving_time_before
