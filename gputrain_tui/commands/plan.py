@@ -67,6 +67,12 @@ def run(args: Namespace) -> int:
             f"all hosts must know the name {url.host}; if only your ~/.ssh/config does, set cluster.init_method to "
             f'"tcp://ADDRESS:{url.port}" (`gputrain run` finds the address by itself)'
         )
+    if args.sbatch and recipe.slurm is not None and recipe.slurm.requeue:
+        notes.append(
+            f"{recipe.where('slurm', 'requeue')}: this script ends at its time limit, as no supervisor runs in it that "
+            "puts the job back; `gputrain run` on a login node submits a run that goes on, or submit this script again "
+            "with train.resume"
+        )
     for note in notes:
         print_message(note)
     if args.run_dir is not None:

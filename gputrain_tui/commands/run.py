@@ -107,7 +107,7 @@ def _foreground(prepared: Prepared, *, json: bool) -> int:
             if code < 0 or code == ExitCode.REFUSED or not run_end.is_recorded(started.dir):
                 code = run_end.record_end(started.dir, prepared.plan, code, give_up=lambda: bool(stop_request.risen()))
                 foreground.read_rest(reader, state)
-        if view is not None and code not in (ExitCode.BAD_REQUEST, ExitCode.REFUSED):
+        if view is not None and (code not in foreground.REFUSALS or foreground.keeps_refused(started)):
             view.open()
         code = foreground.conclude(
             started,

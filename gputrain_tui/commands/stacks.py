@@ -10,8 +10,10 @@ import msgspec
 
 from gputrain_tui.commands.shared_flags import RUN_HELP, add_ranks, chosen_ranks
 from gputrain_tui.history.lost_run import lost_text
+from gputrain_tui.history.plan_file import read_job
 from gputrain_tui.history.run_folders import find
 from gputrain_tui.history.status_file import ENDED
+from gputrain_tui.lifecycle import launchers
 from gputrain_tui.lifecycle.stack_request import collect_stacks, recorded_stacks
 from gputrain_tui.output import print_json, print_message
 from gputrain_tui.state.rank_stacks import StackGroup, group_lines, group_stacks
@@ -30,17 +32,20 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the stacks; return exit code 1 if a rank did not answer.
+    """Print the stacks; return exit code 1 if a rank did not answer, also as the run waits in a queue.
 
     Raises:
         RequestError: there is no such run or rank, or the run directory cannot be written.
         RecordError: the record of an ended run cannot be read.
     """
     found = find(args.run)
+    if found.state == "queued":
+        found = launchers.refresh(found)
     ranks = chosen_ranks(args, found, command="stacks") or list(range(found.status.world_size))
     ended = found.state in ENDED
-    if ended:
-        answers, when = recorded_stacks(found, ranks)
+    waits = found.state == "queued"
+    if ended or waits:
+        answers, when = recorded_stacks(found, ranks) if ended else ([], "")
     else:
         answers, when = collect_stacks(found, ranks, native=args.native), ""
     groups = group_stacks(answers)
@@ -54,6 +59,10 @@ def run(args: Namespace) -> int:
         recorded = f"these were recorded {when}" if groups else "it has none in its record"
         others = f", and none of {ranks_text(silent)}" if groups and silent else ""
         print_message(f"{found.id} has ended ({found.state}); {recorded}{others}")
+    elif waits:
+        job = read_job(found.dir)
+        name = "" if job is None else f" as job {job.number}"
+        print_message(f"{found.id} waits in Slurm's queue{name}: no rank runs")
     elif silent:
         lost = lost_text(found.dir, found.status)
         why = f"{found.id} is lost: {lost}" if lost else "ended, or its node agent or host does not answer"

@@ -12,6 +12,7 @@ from gputrain_tui.headless.progress import Piece, event_line, paint
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.figures import noise_text, run_throughput
 from gputrain_tui.state.finding_text import NO_LOSS, NO_STEPS, failure_words, is_cause, restarts_text, run_mark
+from gputrain_tui.state.job_queue import jobs_text
 from gputrain_tui.state.newest_metrics import validated_metrics
 from gputrain_tui.state.share_changes import change_text
 from gputrain_tui.tables import TableColumn, duration, on_ranks, printable, table, width as cells
@@ -186,17 +187,19 @@ def status_line(state: RunState, *, status: str | None = None, elapsed_s: float 
     """
     elapsed_s = state.elapsed_s if elapsed_s is None else elapsed_s
     took = f" in {duration(elapsed_s)}" if elapsed_s is not None else ""
-    restarts = sum(finding.kind == RESTARTED for finding in state.past_findings)
-    took += restarts_text(restarts)
+    restarts, jobs = sum(finding.kind == RESTARTED for finding in state.past_findings), state.queue.jobs
+    took += restarts_text(restarts) + f",{jobs_text(jobs)}" * (jobs > 1)
     compile_s = max((view.totals.compile_ms for view in state.ranks.values()), default=0.0) / 1000
     took += f", {duration(compile_s)} of it compiling" if compile_s >= 1 else ""
-    begun_anew = restarts > 0 and state.plan is None  # the steps of a script are counted anew in each attempt
+    # The steps of a script are counted anew in each attempt and job; samples, rates and times are of all.
+    begun_anew = (restarts > 0 or jobs > 1) and state.plan is None
     samples = sum(view.totals.samples for view in (*state.ranks.values(), *state.former.values()))
     status = status or state.status
     style = "alarm" if status == "failed" else "bold"
-    steps = f", {state.step} step{'s' * (state.step != 1)}" + " since then" * begun_anew
+    since = (" since then" if restarts else " in the last one") * begun_anew
+    steps = f", {state.step} step{'s' * (state.step != 1)}{since}"
     resumed = f" since step {state.plan.first_update}" if state.plan is not None and state.plan.first_update else ""
-    steps += (f", {samples:,} samples" + " in all" * begun_anew + resumed * (not restarts)) * bool(samples)
+    steps += (f", {samples:,} samples" + " in all" * begun_anew + resumed * (not restarts and jobs < 2)) * bool(samples)
     if state.record_gap and state.counts_all_steps:
         steps = f"{steps}; {state.record_gap}"
     elif state.record_gap:

@@ -17,7 +17,7 @@ import msgspec
 from gputrain_tui.headless.closing_report import LOG_LINES, attempt_lines, closing_lines, failure_block, status_line
 from gputrain_tui.headless.progress import REDRAW_S, Piece, ProgressView, fitted, paint
 from gputrain_tui.headless.safe_stream import SafeStream
-from gputrain_tui.history.plan_file import read_plan
+from gputrain_tui.history.plan_file import read_job, read_plan
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader, is_boundary, merged
 from gputrain_tui.history.status_file import ENDED, Status, read_status
@@ -27,7 +27,7 @@ from gputrain_tui.lifecycle.remote_nodes import path_with_host
 from gputrain_tui.output import json_line
 from gputrain_tui.preflight.result import CheckResult, NotReadyError
 from gputrain_tui.state import RunState
-from trainer.contract.errors import ExitCode, RequestError
+from trainer.contract.errors import ExitCode, RequestError, printable
 from trainer.contract.record import AnyEvent, RunEnded
 from trainer.contract.stop_level import StopLevel
 from trainer.host.process_identity import HELD_S
@@ -41,6 +41,8 @@ SCRIPT_STOPPING = (
     "stopping every process of the run; a script saves its own checkpoints, on SIGTERM; Ctrl-C again to stop at once"
 )
 NOT_WAITING = "not waiting for a checkpoint"
+REFUSALS = (ExitCode.BAD_REQUEST, ExitCode.REFUSED)
+"""Exit codes of a run that its ranks or a host refused."""
 
 
 class JsonStream(RunReader):
@@ -186,21 +188,28 @@ def conclude(
     to print for people, not only events; ``is_interrupted``: whether the command must not wait for stalled readers.
 
     Raises:
-        NotReadyError: a host refused the run before it trained; the run directory is deleted.
-        RequestError: the ranks found the request wrong before they trained; the run directory is deleted.
+        NotReadyError: a host refused the run before it trained; the run directory is deleted, unless Slurm ran it.
+        RequestError: the ranks found the request wrong before they trained; likewise.
     """
     status = _last_status(run, state)
     code = returncode if returncode >= 0 else ExitCode.FAILED
-    refused = code in (ExitCode.BAD_REQUEST, ExitCode.REFUSED)
-    if refused and not status.restarts and not attempt_outcome.holds_work(run.dir):
+    if code in REFUSALS and not status.restarts and not attempt_outcome.holds_work(run.dir):
+        message, host = status.message or "a host refused the run", _failed_host(state)
+        refusal = CheckResult(status="error", check="host", what=message, host=host)
+        if keeps_refused(run):
+            err.line(f"gputrain: {printable(refusal.line)}")
+            if for_people:
+                err.line(paint(_record_line(run), colour=use_colour(sys.stderr.isatty(), environ)))
+            out.close(is_interrupted=is_interrupted)
+            err.close(is_interrupted=is_interrupted)
+            return code
         from gputrain_tui.lifecycle.delete import delete_refused  # imported only after a refusal
 
         delete_refused(run)
         err.close(is_interrupted=is_interrupted)  # the caller prints the error directly to stderr
         if code == ExitCode.REFUSED:
-            message = status.message or "a host refused the run"
-            raise NotReadyError([CheckResult(status="error", check="host", what=message, host=_failed_host(state))])
-        raise RequestError(status.message or "the request was wrong")
+            raise NotReadyError([refusal])
+        raise RequestError(message)
     if state.ended is None and status.status in ENDED:  # the event was lost on a full disk
         ended = status.ended or state.time
         how = status.status
@@ -221,9 +230,18 @@ def conclude(
         for each in fitted(line, shutil.get_terminal_size().columns) if sys.stderr.isatty() else [line]:
             err.line(paint(each, colour=colour))
     if for_people:
-        err.line(paint([("record ", "dim"), (str(run.dir.path), "")], colour=colour))
+        err.line(paint(_record_line(run), colour=colour))
     err.close(is_interrupted=is_interrupted)
     return code
+
+
+def keeps_refused(run: Run) -> bool:
+    """Whether a run that its nodes refused keeps its directory: of a job, only that shows what each node said."""
+    return read_job(run.dir) is not None
+
+
+def _record_line(run: Run) -> list[Piece]:
+    return [("record ", "dim"), (str(run.dir.path), "")]
 
 
 def _last_status(run: Run, state: RunState) -> Status:

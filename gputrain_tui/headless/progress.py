@@ -15,6 +15,7 @@ from gputrain_tui.headless.number_text import further_rates, loss_text, number, 
 from gputrain_tui.hosts.host_names import is_pending
 from gputrain_tui.lifecycle.attempt_outcome import ACCEPTED_STATES
 from gputrain_tui.state import RunState
+from gputrain_tui.state.job_queue import queued_text
 from gputrain_tui.state.share_changes import change_text, gain_text, shares_text
 from gputrain_tui.state.standstill import Standstill, StepWatch
 from gputrain_tui.tables import duration, evaluation, of_weights, printable, ranks_text, size
@@ -85,7 +86,7 @@ def progress_line(state: RunState, width: int, *, now: float, standstill: Stands
     """Return one line of at most ``width`` columns; the least important measures are omitted first."""
     if failed := _failure_pieces(state):
         return clip(failed, width)
-    if state.step == 0:
+    if state.step == 0 or state.queue.is_before_ranks:
         return clip(_start_pieces(state, now), width)
     progress = state.progress
     for compact, least, omitted in LINE_FORMS:
@@ -151,8 +152,10 @@ def _start_pieces(state: RunState, now: float) -> list[Piece]:
     waited = f"  {duration(now - state.started)}" if state.started is not None else ""
     joined, missing = state.joined, state.missing
     count = f"{state.world_size} rank{'s' * (state.world_size != 1)}"
-    if state.queued is not None:
-        return [(f"queued as job {state.queued.job}", "")]
+    if state.queue.is_waiting:
+        return [("queued" if state.queue.newest is None else f"queued as job {state.queue.newest.job}", "")]
+    if state.queue.is_before_ranks and state.queue.jobs > 1:
+        return [(f"starting {count}", "")]
     if state.joining is not None and missing:
         text = f"joined {len(joined)} of {state.world_size}, waiting for {ranks_text(missing)}"
     elif missing or not state.world_size:
@@ -192,7 +195,7 @@ def plain_line(state: RunState, *, now: float, standstill: Standstill | None = N
     """Return the state of a run as one line for a log."""
     if failed := _failure_pieces(state):
         return paint(failed, colour=False)
-    if state.step == 0:
+    if state.step == 0 or state.queue.is_before_ranks:
         return paint(_start_pieces(state, now), colour=False)
     done = f" ({state.progress:.0%})" if state.progress is not None else ""
     measures = [
@@ -226,11 +229,7 @@ def event_line(event: AnyEvent, *, over_with: str = "") -> list[Piece] | None:
             advice = f"; {event.advice}" if event.advice else ""
             return [(f"{event.severity}: {message}{advice}", "alarm")]
         case Queued():
-            parts = [f" in {event.partition}" if event.partition else "", f": {event.reason}" if event.reason else ""]
-            if event.expected_start is not None:
-                at = time.strftime("%Y-%m-%d %H:%M", time.localtime(event.expected_start))
-                parts.append(f", expected to start at {at}")
-            return [("queued ", "bold"), (f"as job {event.job}{''.join(parts)}", "")]
+            return [("queued ", "bold"), (queued_text(event), "")]
         case Lost():
             return [(f"warning: {event.events} events were not recorded: {event.message}", "alarm")]
     return None
@@ -302,6 +301,8 @@ class ProgressView:
         self._drawn_at = float("-inf")
         self._drawn = ""
         self._plain_at = clock()
+        self._plain = ""
+        """The last plain line, which is not repeated: as of a failure while its processes end."""
         self._steps = StepWatch()
         self._gaps: dict[int | None, str] = {}
         """By rank, the text of its gap of the record that was printed last."""
@@ -347,7 +348,10 @@ class ProgressView:
                 self._draw(paint(line, colour=self._colour))
         elif tick - self._plain_at >= (PLAIN_S if self._first_line is None else PLAIN_START_S):
             self._plain_at = tick
-            self._write([(plain_line(self._state, now=now, standstill=standstill), "")])
+            text = plain_line(self._state, now=now, standstill=standstill)
+            if text != self._plain and not self._state.queue.is_waiting:  # the report about a queued job has its line
+                self._plain = text
+                self._write([(text, "")])
 
     def print_line(self, pieces: Sequence[Piece], *, wrap: bool = False) -> None:
         """Write a permanent line; ``wrap``: as several ones if the terminal is narrower, which breaks within words."""

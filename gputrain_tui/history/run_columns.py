@@ -9,6 +9,7 @@ from typing import Any
 from gputrain_tui.history.summary import UNREADABLE
 from gputrain_tui.row_filter import FilterColumn, RowFilter, Value
 from gputrain_tui.state.finding_text import restarts_text
+from gputrain_tui.state.job_queue import jobs_text
 from gputrain_tui.tables import number
 from trainer.contract.errors import RequestError, nearest
 from trainer.host.stop_request import STOP_REASONS
@@ -27,13 +28,14 @@ def _column(key: str, name: str, *, is_number: bool = True) -> FilterColumn[Entr
 
 
 def cause(entry: Entry) -> str:
-    """Return after how many restarts, and why a run ended that nobody has stopped, or else what stands of it."""
+    """Return in how many jobs and after how many restarts it ran, and why it ended by itself or what stands of it."""
     message = message_text(entry)
     is_told = entry["state"] in ("failed", "lost", "starting") or (
         entry["state"] == "stopped" and not message.startswith(BY_A_PERSON)
     )
     why = (message if is_told else "") or entry["finding"] or ""
-    return ": ".join(filter(None, [restarts_text(entry["restarts"] or 0).lstrip(), why]))
+    starts = f"{jobs_text(entry['jobs'] or 0)}{restarts_text(entry['restarts'] or 0)}"
+    return ": ".join(filter(None, [starts.lstrip(), why]))
 
 
 def message_text(entry: Entry) -> str:

@@ -71,6 +71,8 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """From ``started`` to ``ended`` by a monotonic clock; None where it was not measured."""
     exit_code: ExitStatus | None = None
     restarts: Count = 0
+    jobs: Count = 0
+    """Jobs of Slurm that have begun; 0: it does not run in one."""
     message: str | None = None
     """One line: why it failed, or which processes were left when it stopped."""
     failed_rank: Rank | None = None

@@ -20,6 +20,7 @@ SUMMARY_KEYS = (
     "tokens_per_s", "mfu", "noise_scale", "started", "ended", "duration_s", "exit_code", "message", "failed_rank",
     "failed_host", "tested", "note",
     "tags", "run_dir", "metrics", "shares", "finding", "findings", "loss_is_nan", "restarts",
+    "jobs",
 )  # fmt: skip
 """Keys of a summary, as ``gputrain runs --json`` prints them."""
 FINDING_KEYS = (
@@ -83,4 +84,5 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         "findings": [{name: getattr(finding, name) for name in FINDING_KEYS} for finding in findings],
         "loss_is_nan": loss is None and loss_is_nan(findings),
         "restarts": status.restarts,
+        "jobs": status.jobs or None,
     }

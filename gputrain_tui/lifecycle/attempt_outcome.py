@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -37,6 +38,10 @@ ACCEPTED_STATES = ("training", "validating", "saving", "finished")
 """States of a rank that has accepted the request and can no longer refuse it."""
 STOPPED = frozenset({int(ExitCode.STOPPED), -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP})
 """Exit codes of a node agent that was stopped on its machine; negative if it had no signal handlers yet."""
+STEP_LINE = re.compile(r"(?:srun|slurmstepd)(?:-\S+)?: ")
+"""Begin of Slurm's lines in a node's log: how the step ended, after what the node agent printed about why."""
+REASON_LINES = 40
+"""Last lines of a node's log that are searched for one of the node agent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +59,13 @@ class NodeEnd:
 
 
 def event_file_sizes(run_dir: RunDir) -> dict[str, int]:
-    """Return the size of every event file by name; taken at the start of an attempt."""
+    """Return the size of every event file by name."""
     return {path.name: size_of(path) for path in run_dir.events.glob("*.ndjson")}
+
+
+def record_sizes(run_dir: RunDir) -> dict[str, int]:
+    """Return the sizes of the event files and of the nodes' logs by name; taken at the start of an attempt."""
+    return event_file_sizes(run_dir) | {path.name: size_of(path) for path in run_dir.logs.glob("node-*.log")}
 
 
 def unfinished(run_dir: RunDir, node: int, ranks: Iterable[int], since: Mapping[str, int]) -> list[int]:
@@ -110,7 +120,7 @@ def failures(run_dir: RunDir, since: Mapping[str, int]) -> list[Failure]:
 def is_port_in_use(run_dir: RunDir, since: Mapping[str, int], port: int) -> bool:
     """Whether rank 0 or its node agent found the port of the rendezvous in use in this attempt."""
     recorded = [failure.message for failure in failures(run_dir, since)]
-    return any(port_in_use(port) in line for line in [*recorded, *last_lines(run_dir.node_log(0), 1)])
+    return any(port_in_use(port) in line for line in [*recorded, _node_reason(run_dir, 0, since)])
 
 
 def failed_before(run_dir: RunDir, since: Mapping[str, int], nodes: Iterable[int], until: float) -> bool:
@@ -120,14 +130,14 @@ def failed_before(run_dir: RunDir, since: Mapping[str, int], nodes: Iterable[int
 
 
 def cause(run_dir: RunDir, since: Mapping[str, int], ended: Mapping[int, NodeEnd], now: float) -> Failure:
-    """Return the root cause of a failed attempt; ``since``: sizes of the event files when it began."""
+    """Return the root cause of a failed attempt; ``since``: ``record_sizes`` when it began."""
     missing = [(node, end) for node, end in ended.items() if end.unfinished]
     recorded = recorded_cause(run_dir, since, [node for node, _ in missing])
     killed = [(node, end) for node, end in missing if end.host_error or (end.exit_code < 0 and not end.killed_by_us)]
     if recorded is not None and not (killed and recorded.kind == "lost_peer"):
         return recorded
     for node, end in killed or missing:
-        return _failure_from_exit(run_dir, node, end, now)
+        return _failure_from_exit(run_dir, node, end, since, now)
     return Failure(time=now, kind="exit", message="the run ended and no rank recorded a reason")
 
 
@@ -222,6 +232,17 @@ def largest_rank(run_dir: RunDir, node: int) -> int | None:
     return sizes[-1][1] if len(sizes) > 1 and sizes[-1][0] >= 2 * sizes[-2][0] > 0 else None
 
 
+def reason_line(lines: Sequence[str]) -> str:
+    """Return the last line that a node's processes printed; one of Slurm itself only where there is no other."""
+    chosen = [line for line in lines if not STEP_LINE.match(line)] or lines
+    return chosen[-1].removeprefix("gputrain: ").removeprefix("trainer: ").strip() if chosen else ""
+
+
+def _node_reason(run_dir: RunDir, node: int, since: Mapping[str, int]) -> str:
+    log = run_dir.node_log(node)
+    return reason_line(last_lines(log, REASON_LINES, since=since.get(log.name, 0)))
+
+
 def last_lines(path: Path, count: int, *, since: int = 0) -> list[str]:
     """Return the last non-blank lines of a text file after byte ``since``; none when it cannot be read.
 
@@ -262,20 +283,19 @@ def _tail(path: Path, since: Mapping[str, int], text: bytes) -> Iterator[AnyEven
             yield from decode_events(line)
 
 
-def _failure_from_exit(run_dir: RunDir, node: int, end: NodeEnd, now: float) -> Failure:
-    """Return the failure that a node's exit code and last log line show; for an attempt without recorded failures."""
+def _failure_from_exit(run_dir: RunDir, node: int, end: NodeEnd, since: Mapping[str, int], now: float) -> Failure:
+    """Return the failure that a node's exit code and log show; for an attempt without recorded failures."""
     code, names = end.exit_code, ranks_text(end.unfinished)
     # A process prints nothing about SIGKILL: its last line is about something else.
-    lines = last_lines(run_dir.node_log(node), 1) if code != -signal.SIGKILL else []
-    last_line = lost_peer_text(lines[-1].removeprefix("gputrain: ").strip()) if lines else ""
-    suffix = f": {last_line}" if lines else ""
+    last_line = lost_peer_text(_node_reason(run_dir, node, since)) if code != -signal.SIGKILL else ""
+    suffix = f": {last_line}" if last_line else ""
     if end.host_error:
         kind, message = "launch", f"node {node} on {end.host}: {end.host_error}"
     elif code == ExitCode.BAD_REQUEST:
         kind, message = "request", last_line or f"node {node} rejected the request without a message"
     elif code == ExitCode.REFUSED:
         kind = "refused"
-        message = last_line.removeprefix("trainer: ") or f"node {node} refused to start without a message"
+        message = last_line or f"node {node} refused to start without a message"
     elif code < 0:
         kind, message = "signal", f"node {node} was killed by {signal_name(-code)} before {names} finished{suffix}"
     else:

@@ -30,10 +30,10 @@ BEAT_TIMEOUT_S = 5.0
 
 
 def read_stop_file(run_dir: RunDir) -> tuple[StopLevel, str]:
-    """Return the stop level requested by another host, and the reason of the stop."""
+    """Return the stop level requested in the stop file, and the reason of the stop."""
     try:
         level, _, reason = read_part(run_dir.stop, 0, MAX_STOP_BYTES).decode().partition(" ")
-        return StopLevel(int(level)), f"{reason} on another host"
+        return StopLevel(int(level)), reason
     except (OSError, ValueError):
         return StopLevel.NONE, ""
 
@@ -51,6 +51,22 @@ def supervisor_beats(run_dir: RunDir) -> bool:
         return wait_until(lambda: run_dir.lock.stat().st_mtime_ns != before, BEAT_TIMEOUT_S)
     except OSError:
         return False
+
+
+class SupervisorBeats:
+    """Beats of a run's supervisor, which updates the mtime of the lock once a second, as another process sees them."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._dir = run_dir
+        self._mtime_ns = 0
+        self._at = time.monotonic()
+
+    def silent_s(self) -> float:
+        """Return how long there has been no beat, seconds, as far as this process has asked; by its own clock."""
+        with suppress(OSError):
+            if (mtime_ns := self._dir.lock.stat().st_mtime_ns) != self._mtime_ns:
+                self._mtime_ns, self._at = mtime_ns, time.monotonic()
+        return time.monotonic() - self._at
 
 
 class DirectoryWatch:
@@ -76,7 +92,7 @@ class DirectoryWatch:
         self.stack_request = read_stack_request(self._dir)
         level, reason = read_stop_file(self._dir)
         if level > self._stop_request.level:
-            self._stop_request.ask(level, reason)
+            self._stop_request.ask(level, f"{reason} on another host")
         if self.deleted is None and attempt_outcome.is_deleted(self._dir):
             self.deleted = attempt_outcome.deletion_failure(self._dir, time.time())
             log_line(self.deleted.message)

@@ -19,6 +19,7 @@ from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.series import Series
 from gputrain_tui.history.status_file import ENDED, Status, as_recorded, elapsed_of, read_status, state_of
+from gputrain_tui.hosts.host_names import is_pending
 from gputrain_tui.lifecycle.remote_nodes import remote_node
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
@@ -250,7 +251,8 @@ class LiveRun:
         for node in self.plan.nodes if self.plan is not None else ():
             for local_rank, rank in enumerate(node.ranks):
                 view = state.rank(rank)
-                view.node, view.host, view.local_rank = node.node, node.host, local_rank
+                view.node, view.local_rank = node.node, local_rank
+                view.host = None if is_pending(node.host) else node.host
         return state
 
 

@@ -37,7 +37,7 @@ class NodeGroup:
         plan: of the attempt.
         launcher: that starts or adopts the nodes.
         poll: gets the file descriptor of each process that runs.
-        since: sizes of the event files at the start of the attempt, by file name.
+        since: sizes of the event files and the nodes' logs at the start of the attempt, by file name.
         tmp: folder in which the nodes of this machine have their temporary folders.
         leased: whether the nodes end with the supervisor.
     """

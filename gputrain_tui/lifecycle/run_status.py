@@ -10,6 +10,7 @@ from math import isfinite
 from typing import Literal
 
 from gputrain_tui.diagnosis.roll_up import roll_up
+from gputrain_tui.history.plan_file import read_job
 from gputrain_tui.history.record_tail import last_test, newest_loss_of
 from gputrain_tui.history.status_file import Status, elapsed_of, read_status, write_status
 from gputrain_tui.lifecycle import attempt_outcome
@@ -64,6 +65,8 @@ class RunStatusWriter:
         status.ended = status.elapsed_s = status.exit_code = status.message = None
         status.failed_rank = status.failed_host = None
         status.findings = []
+        status.lr = status.tokens = status.steps_per_s = status.samples_per_s = status.tokens_per_s = None
+        status.mfu = status.noise_scale = None
         self._write_status()
 
     def started(self) -> None:
@@ -72,6 +75,8 @@ class RunStatusWriter:
         if moment is not None and status.started:
             since_s = max(0.0, self._now() - status.started)
             status.started_after_boot = BootMoment(boot_id=moment.boot_id, uptime_s=moment.uptime_s - since_s)
+        if read_job(self._dir) is not None:
+            status.jobs += 1
         self.take_over()
         self.record(
             RunStarted(
@@ -120,15 +125,18 @@ class RunStatusWriter:
         self._status.status = "stopping"
         self._write_status()
 
-    def requeued(self, ended: AttemptResult, note: str = "") -> None:
-        """Write into the status and the record that the run waits for a scheduler to start it again, why, and how."""
+    def requeued(self, ended: AttemptResult, note: str = "", *, state: RunState | None = None) -> None:
+        """Write into the status and the record that the run waits for a scheduler to start it again, why, and how.
+
+        ``state``: after the record of all jobs so far; None if it could not be read.
+        """
         kept = attempt_outcome.describe_kept(self._dir, [node.node for node in self._plan.nodes])
         failure = ended.failure
         why = failure.message if failure is not None else " ".join(filter(None, [ended.reason, kept]))
         message = "; ".join(filter(None, [why, note]))
         status = self._status
         status.status, status.supervisor, status.message = "queued", None, message
-        status.step, status.loss = newest_loss_of(self._dir, self._status.world_size)
+        self._take_figures(state)
         host = None if failure is None else failure.host
         self.record(Finding(time=self._now(), kind=REQUEUED, severity="info", host=host, message=message))
         self._write_status()
@@ -189,24 +197,7 @@ class RunStatusWriter:
         status.status, status.exit_code, status.message = ended.status, int(code), message
         now = self._now()
         status.elapsed_s, status.ended = elapsed_of(status, now), now
-        status.step, status.loss = newest_loss_of(self._dir, self._status.world_size)
-        status.tested = last_test(self._dir)
-        if state is not None:
-            self._follow_world(state)
-            if state.step:
-                loss = state.figures.loss if state.figures.step == state.step else None  # the record may lack that step
-                status.step, status.loss = state.step, loss if loss is not None and isfinite(loss) else None
-            first = state.ranks.get(0)
-            status.lr = None if first is None or first.last is None else first.last.lr
-            status.tokens = sum(view.totals.tokens for view in (*state.ranks.values(), *state.former.values())) or None
-            rates = run_throughput(state.ranks.values())
-            status.steps_per_s, status.samples_per_s = rates.steps_per_s, rates.samples_per_s
-            status.tokens_per_s, status.mfu = rates.tokens_per_s, rates.mfu
-            status.noise_scale = None if state.noise_scale is None else state.noise_scale.samples
-            status.metrics = _metrics(state)
-            status.findings = marking(roll_up(state.findings.values(), state.ranks))
-            status.valid = _valid(state)
-            status.shares = None if state.shares.newest is None else state.shares.newest.shares
+        self._take_figures(state)
         self.record(
             RunEnded(
                 time=status.ended,
@@ -221,6 +212,29 @@ class RunStatusWriter:
             os.close(self._events)
             self._events = -1
         return code
+
+    def _take_figures(self, state: RunState | None) -> None:
+        """Take the figures of an ended run or job into the status: of the state, or else of the ends of the records."""
+        status = self._status
+        status.step, status.loss = newest_loss_of(self._dir, status.world_size)
+        status.tested = last_test(self._dir)
+        if state is None:
+            return
+        self._follow_world(state)
+        if state.step:
+            loss = state.figures.loss if state.figures.step == state.step else None  # the record may lack that step
+            status.step, status.loss = state.step, loss if loss is not None and isfinite(loss) else None
+        first = state.ranks.get(0)
+        status.lr = None if first is None or first.last is None else first.last.lr
+        status.tokens = sum(view.totals.tokens for view in (*state.ranks.values(), *state.former.values())) or None
+        rates = run_throughput(state.ranks.values())
+        status.steps_per_s, status.samples_per_s = rates.steps_per_s, rates.samples_per_s
+        status.tokens_per_s, status.mfu = rates.tokens_per_s, rates.mfu
+        status.noise_scale = None if state.noise_scale is None else state.noise_scale.samples
+        status.metrics = _metrics(state)
+        status.findings = marking(roll_up(state.findings.values(), state.ranks))
+        status.valid = _valid(state)
+        status.shares = None if state.shares.newest is None else state.shares.newest.shares
 
     def warn(self, line: str) -> None:
         """Add a line to the status message of a run that has ended."""

@@ -135,7 +135,7 @@ class Supervisor:
             nodes.write()
 
     def _launch(self, plan: Plan) -> NodeGroup:
-        nodes = self._group(plan, attempt_outcome.event_file_sizes(self.dir))
+        nodes = self._group(plan, attempt_outcome.record_sizes(self.dir))
         self._record(self._gaps.begin_attempt())
         nodes.launch(self._stop_request)
         return nodes
@@ -238,7 +238,7 @@ class Supervisor:
         if self._launcher.continues(ended, self.dir) and not left and state is not None and state.has_progressed:
             requested_at = self._stop_request.requested_at
             saving_s = None if requested_at is None else time.time() - requested_at
-            record = partial(self._status_writer.requeued, ended)
+            record = partial(self._status_writer.requeued, ended, state=state)
             if not (problem := self._launcher.requeue(ended, self.dir, saving_s=saving_s, record=record)):
                 return ExitCode.STOPPED
             ended = with_note(ended, f"and does not go on: {problem}")

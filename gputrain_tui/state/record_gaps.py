@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Mapping
 
 import msgspec
 
 from trainer.contract.record import Finding
+from trainer.contract.record.unrecorded import RECORD_INCOMPLETE
 
 FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT)))
 RECORD_ADVICE = "free space on the disk of the run directory; figures of the run are of the recorded part"
 HOST_ADVICE = "free space on that disk; steps and samples are counted, other figures are of the recorded part"
 GROWTH = 1.1
 """Factor by which the missing steps must have grown to be recorded again while the gap lasts."""
+
+
+def gap_text(findings: Mapping[tuple[str, int | None], Finding]) -> str:
+    """Return why the record is incomplete, by the standing findings by kind and rank; empty where it is whole."""
+    if (whole := findings.get((RECORD_INCOMPLETE, None))) is not None:
+        return whole.message
+    gaps = [each for each in findings.values() if each.kind == RECORD_INCOMPLETE and each.severity != "info"]
+    return "; ".join(dict.fromkeys(each.message for each in gaps))
 
 
 def gap_finding(told: Finding, host: str, others: Finding | None = None) -> Finding:

@@ -12,9 +12,10 @@ from gputrain_tui.state.elapsed import Pace, elapsed_s, time_by_boot
 from gputrain_tui.state.ended_attempts import EndedAttempts
 from gputrain_tui.state.figures import RunFigures, run_figures
 from gputrain_tui.state.finding_text import NO_STEPS, loss_is_nan, named_ranks
+from gputrain_tui.state.job_queue import JobQueue
 from gputrain_tui.state.newest_metrics import NewestMetrics
 from gputrain_tui.state.rank_state import KEPT, RankView, rank_outcome
-from gputrain_tui.state.record_gaps import RECORD_ADVICE
+from gputrain_tui.state.record_gaps import RECORD_ADVICE, gap_text
 from gputrain_tui.state.share_changes import ShareChanges
 from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness, latest, synchronised
 from gputrain_tui.state.world import divided, is_of_former, still_standing
@@ -43,8 +44,7 @@ class RunState:
         self.plan: record.TrainingPlan | None = None
         self.started: float | None = None
         self.ended: record.RunEnded | None = None
-        self.queued: record.Queued | None = None
-        """Newest report about the queued job, until the scheduler starts it."""
+        self.queue = JobQueue()
         self.time = 0.0
         self.step_time = 0.0
         """Newest time of a step event, Unix seconds."""
@@ -62,8 +62,7 @@ class RunState:
         """Findings that were raised and not cleared, by kind and rank."""
         self.past_findings: deque[record.Finding] = deque(maxlen=KEPT)
         self.ended_attempts = EndedAttempts()
-        self.desync = DesyncState()
-        self.shares = ShareChanges()
+        self.desync, self.shares = DesyncState(), ShareChanges()
         self.nodes: dict[int, record.NodeSample] = {}
         self.sample: record.Sample | None = None
         self.noise_scale: record.NoiseScale | None = None
@@ -108,7 +107,7 @@ class RunState:
             record.RankStacks: self._rank_stacks,
             record.Lost: lambda e: self.add_gap(e.time, f"{e.events} events were not recorded: {e.message}"),
             record.RunEnded: self._run_ended,
-            record.Queued: partial(setattr, self, "queued"),
+            record.Queued: self.queue.wait,
         }
 
     def apply(self, event: record.AnyEvent | DownsampledBlock) -> None:
@@ -129,7 +128,7 @@ class RunState:
         """``queued``, ``starting``, ``running``, or how the run ended."""
         if self.ended is not None:
             return self.ended.status
-        if self.queued is not None and all((view.time or 0.0) < self.queued.time for view in self.ranks.values()):
+        if self.queue.is_waiting:
             return "queued"  # also between two jobs
         return "running" if any(view.last is not None for view in self.ranks.values()) else "starting"
 
@@ -146,8 +145,9 @@ class RunState:
 
     @property
     def has_progressed(self) -> bool:
-        """Whether the ranks have made a step since they were started last."""
-        return self.step > (self.plan.first_update if self.plan is not None else 0)
+        """Whether a rank has made a step since the ranks were started last."""
+        steps = () if self.queue.is_before_ranks else (view.attempt_step for view in self.ranks.values())
+        return max(steps, default=0) > (self.plan.first_update if self.plan is not None else 0)
 
     @property
     def figures(self) -> RunFigures:
@@ -211,10 +211,7 @@ class RunState:
     @property
     def record_gap(self) -> str:
         """Why the record is incomplete, so that its figures are of a part of the run; empty where it is whole."""
-        if (whole := self.findings.get((RECORD_INCOMPLETE, None))) is not None:
-            return whole.message
-        gaps = [each for each in self.findings.values() if each.kind == RECORD_INCOMPLETE and each.severity != "info"]
-        return "; ".join(dict.fromkeys(each.message for each in gaps))
+        return gap_text(self.findings)
 
     @property
     def counts_all_steps(self) -> bool:
@@ -323,7 +320,8 @@ class RunState:
         self.run, self.recipe, self.run_dir = event.run, event.recipe, event.run_dir
         self.world_size = event.world_size
         self.started = event.time if self.started is None else self.started
-        self.ended = self.queued = None
+        self.ended = None
+        self.queue.begin()
         for rank in range(event.world_size):
             self.rank(rank)
         self._update_outcomes()
@@ -345,6 +343,7 @@ class RunState:
         view = self.rank(event.rank)
         if event.state == "spawned":
             view.starts += 1
+            self.queue.spawn(event.time)
             if view.starts > self._attempt:
                 self._attempt, self._attempt_began = view.starts, event.time
                 self._attribute()
@@ -383,6 +382,7 @@ class RunState:
     def _finding(self, event: record.Finding) -> None:
         self.ended_attempts.follow(event, self.past_findings, step_time=self.step_time)
         self.past_findings.append(event)
+        self.queue.wait(event)
         if event.kind == RECORD_INCOMPLETE and event.rank is not None:
             self.rank(event.rank).count_unrecorded(event)
         if event.kind == RESTARTED:  # the failure before is no longer that of the run

@@ -34,13 +34,8 @@ from trainer.contract.record import EventWriter, Failure, RunDir
 from trainer.host.descendants import adopt_orphans, kill_descendants, reap
 from trainer.host.process_identity import UnmarkedProcesses
 from trainer.host.processes import RUN
-from trainer.host.stop_request import LEASE, SAVE_SIGNALS, StopRequest, StopRequested
+from trainer.host.stop_request import LEASE, OWN_SIGNAL_S, STOP_CODES, StopRequest, StopRequested
 from trainer.host.versions import installed_versions
-
-OWN_SIGNAL_S = 1.0
-"""Time in which a signal that has ended a rank reaches this process too, if it was sent to the whole node."""
-_STOP_CODES = frozenset({*(-number for number in SAVE_SIGNALS), *(128 + number for number in SAVE_SIGNALS)})
-"""Exit codes of a process that such a signal has ended, and of one that has handled it as a shell does."""
 
 
 def run_node(
@@ -361,7 +356,7 @@ class _NodeAgent:
                 return
         if succeeded:
             self._attribution.finish(rank)
-        elif code in _STOP_CODES and not self._attribution.failures and self._stop_request.await_request(OWN_SIGNAL_S):
+        elif code in STOP_CODES and not self._attribution.failures and self._stop_request.await_request(OWN_SIGNAL_S):
             self._shutdown.stopped = True  # a scheduler signals all processes of a job, in no order
         else:
             self._attribution.report_death(rank)

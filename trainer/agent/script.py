@@ -15,8 +15,10 @@ import multiprocessing
 import multiprocessing.process
 import os
 import runpy
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.machinery import SourceFileLoader
@@ -33,6 +35,7 @@ from trainer.contract.outcome import is_lost_peer, lost_peer_text
 from trainer.contract.record import EventWriter, Failure, RankStateName, RunDir
 from trainer.contract.record.regular_file import size_of
 from trainer.host.import_path import python_path
+from trainer.host.stop_request import OWN_SIGNAL_S, STOP_CODES
 from trainer.host.user_code import innermost_user_line
 
 MODULE = "-m"
@@ -69,17 +72,26 @@ def run_script(
     # Where its processes are the ranks, this one has no place in the record, and the node agent attributes its failure.
     record: Callable[..., str] = (lambda *_: "") if starts_ranks else partial(write_state, assignment)
     not_recorded = at_end(failure is not None or starts_ranks)
-    if failure is not None:
+    if failure is not None and not (code in STOP_CODES and _is_stopped(assignment)):
         not_recorded = record("failed", failure) or not_recorded
         assignment.failed(failure, not_recorded=not_recorded, lost_pid=lost_pid)
         return code
-    if assignment.stop_requested():
+    if failure is not None or assignment.stop_requested():
         # It exited on the stop request: its training may be incomplete.
         assignment.stopped(None, None, not_recorded=not_recorded)
         return ExitCode.STOPPED
     not_recorded = record("finished") or not_recorded
     assignment.finished(not_recorded=not_recorded)
     return ExitCode.FINISHED
+
+
+def _is_stopped(assignment: RankAssignment) -> bool:
+    """Whether a script that exited as after a signal was stopped: a scheduler may signal it before the node agent."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent sends it too, and the script has handled one
+    until = time.monotonic() + OWN_SIGNAL_S
+    while not (stopped := assignment.stop_requested()) and time.monotonic() < until:
+        time.sleep(0.01)
+    return stopped
 
 
 def _imitate_new_interpreter(arguments: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from trainer.agent.assignment import RankAssignment
 from trainer.agent.code_position import report_position
 from trainer.agent.forkserver import set_variables
 from trainer.agent.rank_failure import failure_of
-from trainer.contract.errors import ExitCode, RequestError, TrainingError
+from trainer.contract.errors import ExitCode, MachineNotReadyError, RequestError, TrainingError
 from trainer.contract.outcome import RankReport, exit_code_of
 from trainer.contract.record import RunDir
 from trainer.host import process_guard
@@ -62,11 +62,11 @@ def run(target: str, assignment: RankAssignment) -> int:
     try:
         code = pkgutil.resolve_name(target)(assignment)
     except Exception as error:  # noqa: BLE001  (any error is reported, and the rank ends)
-        expected = isinstance(error, RequestError | TrainingError)
+        expected, not_ready = isinstance(error, RequestError | TrainingError), isinstance(error, MachineNotReadyError)
         lines = str(error).strip().splitlines() or [type(error).__name__]
         failure = failure_of(
             error,
-            kind="request" if isinstance(error, RequestError) else "exception",
+            kind="refused" if not_ready else "request" if isinstance(error, RequestError) else "exception",
             message=lines[0] if expected else "",
             rank=assignment.rank,
             host=assignment.host,

@@ -56,11 +56,12 @@ def require_file(name: str) -> Path:
     """Return the path of a file, with ``~`` expanded.
 
     Raises:
-        RequestError: the file is missing, unreadable, empty or a folder.
+        MachineNotReadyError: the file is missing.
+        RequestError: it is unreadable, empty or a folder.
     """
     path = expand_home(name)
     if not path.exists():
-        raise RequestError(f"{path} does not exist{nearest_file(path)}")
+        raise MachineNotReadyError(f"{path} does not exist{nearest_file(path)}")
     if path.is_dir():
         raise RequestError(f"{path} is a folder, but must be a file")
     with refuse_unreadable(path), path.open("rb") as file:
@@ -152,7 +153,8 @@ def text_files(data: str, pattern: Sequence[str]) -> list[Path]:
     """Return the files of ``data``, in an order equal on every machine.
 
     Raises:
-        RequestError: no file exists or matches, one is unreadable, or all are empty.
+        MachineNotReadyError: no file exists or matches.
+        RequestError: one is unreadable, or all are empty.
     """
     if data == STDLIB:
         # Only the top level: its packages hold tests and generated tables, which are no text to learn from.
@@ -171,9 +173,10 @@ def text_files(data: str, pattern: Sequence[str]) -> list[Path]:
             files = sorted({file for one in pattern for file in path.rglob(one) if _is_visible(file, path)})
         where = f"the folder {path}"
         if not files:
-            raise RequestError(f"{where} has no file that matches {', '.join(pattern)}; name others with pattern")
+            wanted = ", ".join(pattern)
+            raise MachineNotReadyError(f"{where} has no file that matches {wanted}; name others with pattern")
     if not files:
-        raise RequestError(f"{where} matches no file")
+        raise MachineNotReadyError(f"{where} matches no file")
     for file in files:
         if not os.access(file, os.R_OK):
             raise RequestError(f"{file} cannot be read: Permission denied")
@@ -190,11 +193,11 @@ def idx_file(folder: Path, name: str) -> Path:
     """Return the path of an IDX file of MNIST, compressed or not.
 
     Raises:
-        RequestError: the file is in none of the folders that downloads use.
+        MachineNotReadyError: the file is in none of the folders that downloads use.
     """
     folder = expand_home(folder)
     if not folder.exists():
-        raise RequestError(f"{folder} does not exist{nearest_file(folder)}")
+        raise MachineNotReadyError(f"{folder} does not exist{nearest_file(folder)}")
     if not folder.is_dir():
         raise RequestError(f"{folder} is a file, but must be the folder of MNIST's IDX files")
     for parent in (folder, folder / "raw", folder / "MNIST" / "raw"):
@@ -202,4 +205,4 @@ def idx_file(folder: Path, name: str) -> Path:
             for path in (parent / spelling, parent / f"{spelling}.gz"):
                 if path.is_file():
                     return path
-    raise RequestError(f"{folder} lacks {name} (or {name}.gz)")
+    raise MachineNotReadyError(f"{folder} lacks {name} (or {name}.gz)")

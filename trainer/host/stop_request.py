@@ -27,6 +27,10 @@ STACK_SIGNAL = signal.SIGQUIT
 """Signal on which a rank prints its Python stacks; SIGUSR1 and SIGUSR2 are sent by schedulers before a time limit."""
 SAVE_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that request to save and exit: from a person, a terminal, a scheduler, and ``sbatch --signal``."""
+STOP_CODES = frozenset({*(-number for number in SAVE_SIGNALS), *(128 + number for number in SAVE_SIGNALS)})
+"""Exit codes of a process that such a signal has ended, and of one that has handled it as a shell does."""
+OWN_SIGNAL_S = 1.0
+"""Time in which a signal that has ended a rank reaches its node agent too, if it was sent to the whole node."""
 NOW_SIGNAL = signal.SIGRTMIN
 """Signal that requests a supervisor or a node agent to exit without saving, and ends a rank that would save on SIGTERM.
 A person or a scheduler sends it for nothing else."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from gputrain_tui.console.widgets.drawing import Row, cell_count, fit_rows, merge, pad, title_row
 from gputrain_tui.console.widgets.panel import ClockPanel
 from gputrain_tui.state import RunState
+from gputrain_tui.state.job_queue import queued_text
 from gputrain_tui.tables import duration, printable, ranks_text
 
 SIGNS = {
@@ -31,21 +32,25 @@ class RendezvousProgress:
     missing: Sequence[int]
     waited_s: float | None = None
     """Seconds since the start of the run."""
+    queued: str = ""
+    """Where and why the run waits in a queue; empty if it does not."""
 
 
 def rendezvous_progress(state: RunState, now: float) -> RendezvousProgress:
     """Return the state of every rank before the first step."""
-    joined = set(state.joined)
+    joined, queue = set(state.joined), state.queue
+    queued = "" if queue.newest is None else queued_text(queue.newest)
     hosts: dict[str, list[tuple[int, str]]] = {}
     for rank, view in sorted(state.ranks.items()):
         sign = "here" if rank in joined else "absent" if view.state is None else view.state
         sign = "ended" if view.outcome is not None else sign if sign in SIGNS else "here"
-        hosts.setdefault(view.host or "this machine", []).append((rank, sign))
+        hosts.setdefault(view.host or ("queued" if queue.is_waiting else "this machine"), []).append((rank, sign))
     return RendezvousProgress(
         hosts=list(hosts.items()),
         joined=len(joined),
         missing=state.missing,
         waited_s=max(0.0, now - state.started) if state.started is not None else None,
+        queued=f"queued {queued}".rstrip() if queue.is_waiting else "",
     )
 
 
@@ -57,11 +62,13 @@ def draw_rendezvous(progress: RendezvousProgress, width: int, height: int) -> li
     waited = progress.waited_s
     rights: list[Row] = [] if waited is None else [[("waiting ", "dim"), (duration(waited), "bright")]]
     rows: list[Row] = [title_row(width, left, rights), []]
-    if progress.missing:
+    if progress.queued:
+        rows += [[(f"  {printable(part)}", "title")] for part in progress.queued.split(", ")]
+    elif progress.missing:
         rows.append([("  waiting for ", "dim"), (ranks_text(progress.missing, limit=12), "title")])
     elif total:
         rows.append([("  all ranks have joined; the first step comes next", "bright")])
-    if total and present <= {"absent", "spawned"}:
+    if total and present <= {"absent", "spawned"} and not progress.queued:
         rows.append([("  a rank imports torch before it joins: seconds, longer on a busy machine", "dim")])
     rows.append([])
     name_cells = min(max((cell_count(host) for host, _ in progress.hosts), default=0), 24)

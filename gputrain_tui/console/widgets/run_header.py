@@ -160,6 +160,8 @@ def _figures(head: RunHeading, width: int) -> Row:
     if not s.step:
         over = head.status in (*ENDED, "lost")
         text = "no step was measured" if over else "no step yet: ranks are joining" if head.joins else "no step yet"
+        if head.status == "queued":
+            text = "no step yet: it waits in the queue"
         return [(f" {printable(head.unmeasured or text)}", "dim")]
     total = f"{head.total:,}" if head.total else ""
     step = f"{s.step:,}".rjust(max(len(total), 5))

@@ -12,7 +12,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,8 +25,10 @@ from gputrain_tui.history.status_file import ENDED, read_status, write_status
 from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle import attempt_outcome, run_end
 from gputrain_tui.lifecycle.attempt import AttemptResult, failed, with_note
+from gputrain_tui.lifecycle.directory_watch import SILENT_S, SupervisorBeats, read_stop_file, write_stop_file
 from gputrain_tui.lifecycle.launchers import slurm_successor
 from gputrain_tui.lifecycle.polling import wait_until
+from gputrain_tui.lifecycle.recorded_state import recorded_state
 from gputrain_tui.lifecycle.report_sinks import report_end
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.lifecycle.saving_time import saving_time_before
@@ -37,7 +41,7 @@ from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.record import RunDir, create_atomically, write_atomically
 from trainer.contract.record.regular_file import open_to_append
 from trainer.contract.stop_level import StopLevel
-from trainer.host.stop_request import STARTER_SIGNAL, StopRequest
+from trainer.host.stop_request import STARTER_SIGNAL, STOP_REASONS, StopRequest
 
 POLL_S = 0.2
 MIN_QUERY_INTERVAL_S, MAX_QUERY_INTERVAL_S = 1.0, 15.0
@@ -116,14 +120,18 @@ def refresh(run: Run) -> Run:
     return open_run(run.dir.path) or run
 
 
-def _record_end(run_dir: RunDir, number: int) -> None:
+def _record_end(run_dir: RunDir, number: int, *, is_silent: bool = False) -> None:
     """Record the end of a run whose job is over, unless its supervisor records it within ``RECORD_TIMEOUT_S``.
+
+    ``is_silent``: whether the supervisor has been silent for that time already.
 
     Raises:
         RequestError: Slurm does not answer.
     """
-    wait_until(lambda: run_end.is_recorded(run_dir), RECORD_TIMEOUT_S)
     job = slurm_commands.job(number)
+    if not is_silent and (job is None or job.nodes):  # else it has no supervisor
+        wait_until(lambda: run_end.is_recorded(run_dir), RECORD_TIMEOUT_S)
+        job = slurm_commands.job(number)
     if job is not None and not job.is_over:
         return  # a job that is put back into the queue passes through the states of one that has ended
     with os.fdopen(open_to_append(run_dir.lock), "ab") as lock:
@@ -137,12 +145,13 @@ def _record_end(run_dir: RunDir, number: int) -> None:
             return  # its supervisor has submitted a successor
         writer = RunStatusWriter(run_dir, plan)
         ended = _result(run_dir, job)
+        state = recorded_state(run_dir)
         if job is not None and _wants_successor(run_dir, job):
-            problem = _submit_successor(run_dir, job, ended, writer)
+            problem = _submit_successor(run_dir, job, partial(writer.requeued, ended, state=state))
             if not problem:
                 return
             ended = with_note(ended, f"and does not go on: {problem}")
-        writer.close(ended, left=[])
+        writer.close(ended, left=[], state=state)
         report_end(run_dir, writer)
 
 
@@ -152,8 +161,8 @@ def _wants_successor(run_dir: RunDir, job: slurm_commands.Job) -> bool:
     return asks and job.state in slurm_successor.STATES and slurm_successor.has_stepped_since(run_dir, job.starts)
 
 
-def _submit_successor(run_dir: RunDir, job: slurm_commands.Job, ended: AttemptResult, writer: RunStatusWriter) -> str:
-    """Submit the job that follows one that is over; return why that is not possible, empty if it is."""
+def _submit_successor(run_dir: RunDir, job: slurm_commands.Job, record: Callable[[str], None]) -> str:
+    """Submit the job that follows one that is over, and record that; return why that is not possible, else empty."""
     before, submission = read_job(run_dir), read_submission(run_dir)
     if before is None or submission is None:
         return "the arguments of its submission are not recorded"
@@ -161,7 +170,7 @@ def _submit_successor(run_dir: RunDir, job: slurm_commands.Job, ended: AttemptRe
     with suppress(RequestError):
         lost = slurm_commands.lost_hosts(job.nodes)
     try:
-        writer.requeued(ended, slurm_successor.submit_successor(run_dir, before, submission, lost)[1])
+        record(slurm_successor.submit_successor(run_dir, before, submission, lost)[1])
     except RequestError as error:
         return str(error)
     return ""
@@ -180,7 +189,7 @@ def _result(run_dir: RunDir, job: slurm_commands.Job | None) -> AttemptResult:
             return failed("slurm", f"the job was refused on its node: {_last_line(run_dir)}")
     cause = slurm_commands.WORDS.get(job.state, f"its Slurm job has ended ({job.state.lower()})")
     if job.state == "CANCELLED":
-        return AttemptResult(status="stopped", reason=cause)
+        return AttemptResult(status="stopped", reason=read_stop_file(run_dir)[1] or cause)
     if job.state == "NODE_FAIL":
         lost: list[str] = []
         with suppress(RequestError):
@@ -218,12 +227,23 @@ class JobStop:
         status, job = read_status(self._dir), read_job(self._dir) or self._first  # a successor may have been submitted
         waiting = job.batch and status is not None and status.status == "queued"
         if level > StopLevel.SAVE or (waiting and _is_pending(job)):
-            slurm_commands.cancel(job.number)
+            cancel(self._dir, job, STOP_REASONS[self._origin])
         elif job.batch:
             slurm_commands.signal_script(job.number, str(self._origin))
         else:
             slurm_commands.signal_steps(job.number, self._dir.path.name, "USR1")
         self._due = time.monotonic() + SIGNAL_INTERVAL_S
+
+
+def cancel(run_dir: RunDir, job: SlurmJob, reason: str) -> None:
+    """Cancel a job by ``scancel``; ``reason`` is kept for whoever records the end of a run whose supervisor does not.
+
+    A supervisor that begins at this moment stops at once: it reads the stop file.
+    """
+    if not read_stop_file(run_dir)[0]:
+        with suppress(OSError):  # its end then has Slurm's reason
+            write_stop_file(run_dir, reason)
+    slurm_commands.cancel(job.number)
 
 
 def _is_pending(job: SlurmJob) -> bool:
@@ -268,8 +288,9 @@ def follow(run_dir: RunDir, *, leased: bool) -> int:
     job = read_job(run_dir)
     assert job is not None
     request = JobStop(run_dir, job, STARTER_SIGNAL)
-    query_at, interval_s = 0.0, MIN_QUERY_INTERVAL_S
+    query_at, interval_s, was_queued = 0.0, MIN_QUERY_INTERVAL_S, True
     shown: tuple[str, float | None] | None = None
+    beats = SupervisorBeats(run_dir)
     with StopRequest(lease=leased) as stop_request:
         while True:
             is_recorded = run_end.is_recorded(run_dir)  # before the status is read, which then has the exit code
@@ -278,6 +299,11 @@ def follow(run_dir: RunDir, *, leased: bool) -> int:
                 return ExitCode.FAILED if status is None or status.exit_code is None else status.exit_code
             if not leased and status.status != "queued":
                 return ExitCode.FINISHED
+            if status.status == "queued" and not was_queued:  # requeued: the wait is shown at once
+                query_at, interval_s = time.monotonic(), MIN_QUERY_INTERVAL_S
+            was_queued = status.status == "queued"
+            if not was_queued and beats.silent_s() >= SILENT_S:  # its host may be lost
+                query_at, interval_s = min(query_at, time.monotonic() + MIN_QUERY_INTERVAL_S), MIN_QUERY_INTERVAL_S
             if (current := read_job(run_dir) or job).number != job.number:
                 job, shown = current, None  # a successor, whose wait the supervisor before has recorded at first
                 interval_s = MIN_QUERY_INTERVAL_S
@@ -289,7 +315,7 @@ def follow(run_dir: RunDir, *, leased: bool) -> int:
                 if time.monotonic() >= query_at:
                     now = slurm_commands.job(job.number)
                     if now is None or now.is_over:
-                        _record_end(run_dir, job.number)
+                        _record_end(run_dir, job.number, is_silent=beats.silent_s() >= RECORD_TIMEOUT_S)
                     elif (shown or slurm_successor.last_queued(run_dir, job.number)) != (now.reason, now.starts):
                         shown = (now.reason, now.starts)
                         slurm_successor.record_queued(run_dir, now)
