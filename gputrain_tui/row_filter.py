@@ -13,7 +13,7 @@ from trainer.contract.errors import RequestError, nearest
 Row = TypeVar("Row")
 Value = float | str | None
 
-_WORD = re.compile(r"(?P<key>[a-z]+)(?P<sign><=|>=|!=|[:=<>])(?P<value>.*)", re.IGNORECASE)
+_WORD = re.compile(r"(?P<key>[a-z_]+)(?P<sign><=|>=|!=|[:=<>])(?P<value>.*)", re.IGNORECASE)
 _NAMED = re.compile(r"(?P<family>[a-z]+):(?P<name>.+?)(?:(?P<sign><=|>=|!=|[=<>])(?P<value>[^<>=]+))?", re.IGNORECASE)
 """A column of a family, such as ``metric:accuracy>0.9``, or without a comparison."""
 _NUMBER = r"[-+]?[\d.]+(?:e[-+]?\d+)?"

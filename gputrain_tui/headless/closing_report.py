@@ -104,10 +104,14 @@ def result_lines(state: RunState, width: int) -> list[list[Piece]]:
         lines.append([("shares     ", "dim"), (change_text(change).removeprefix("shares "), "")])
     lines += [[("not seen   ", "dim"), (text, "dim")] for text in _unseen(state)]
     for split in ("valid", "test"):
-        validation = state.last_validation(split)
+        validation = state.validations.newest(split)
         if validation is not None:
             text = paint((event_line(validation) or [])[1:], colour=False)
             lines.append([(f"{split:<11}", "dim"), (text, "")])
+    best, newest = state.validations.best, state.validations.newest()
+    if best is not None and newest is not None and best.step != newest.step:
+        text = f"step {best.step}  {printable(best.metric)} {best.value:.4f}"
+        lines.append([("best valid ", "dim"), (text, "")])
     validated = validated_metrics(state.validations)  # these stand above
     lines += metric_lines({k: v for k, v in state.metrics.values().items() if k not in validated}, width)
     if noise := noise_text(state.noise_scale):

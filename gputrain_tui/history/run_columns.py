@@ -50,6 +50,23 @@ def loss_cell(entry: Entry) -> str:
     return number(loss, 4)
 
 
+BEST = "best_valid"
+"""Column of the best validation, by the metric with which a run chooses its best checkpoint."""
+
+
+def _best_value(entry: Entry) -> Value:
+    return entry[BEST] and entry[BEST]["value"]
+
+
+def best_cell(entry: Entry) -> str:
+    """Return the best validation with its step, such as ``accuracy 0.9120 at 300``; empty if the newest is as good."""
+    best = entry[BEST]
+    if best is None or (best["metric"] == "loss" and best["value"] == entry["valid"]):
+        return ""
+    name = "" if best["metric"] == "loss" else f"{best['metric']} "
+    return f"{name}{number(best['value'], 4)} at {best['step']:,}"
+
+
 RUN_COLUMNS: Mapping[str, FilterColumn[Entry]] = {
     column.key: column
     for column in (
@@ -60,6 +77,7 @@ RUN_COLUMNS: Mapping[str, FilterColumn[Entry]] = {
         _column("step", "step"),
         _column("loss", "loss"),
         _column("valid", "valid"),
+        FilterColumn(key=BEST, is_number=True, value=_best_value),
         _column("lr", "lr"),
         _column("tokens", "tokens"),
         _column("started", "started"),
@@ -117,8 +135,9 @@ def _anywhere(word: str, entry: Entry) -> bool:
 def sorted_runs(entries: Sequence[Entry], key: str, *, reverse: bool = False) -> list[Entry]:
     """Return runs by a column: text, losses and learning rates upwards, other numbers from the greatest.
 
-    A metric with ``loss`` in its name, such as ``metric:val_loss``, is a loss. Those without a value come last in
-    either direction. Runs of equal values stay in their order.
+    By ``best_valid`` the better ones come first, those of one metric together. A metric with ``loss`` in its name, such
+    as ``metric:val_loss``, is a loss. Those without a value come last in either direction. Runs of equal values stay in
+    their order.
 
     Raises:
         RequestError: there is no such column.
@@ -128,16 +147,21 @@ def sorted_runs(entries: Sequence[Entry], key: str, *, reverse: bool = False) ->
     if column is None:
         guess = nearest(key, RUN_COLUMNS) or "; one of " + ", ".join([*RUN_COLUMNS, f"{METRIC}NAME"])
         raise RequestError(f"no column {key!r} to sort by{guess}")
-    ascending = not column.is_number or key in ("valid", "lr") or "loss" in key.casefold()
+    ascending = not column.is_number or key in ("valid", BEST, "lr") or "loss" in key.casefold()
     values = [(column.value(entry), entry) for entry in entries]
     known = [
         (value, entry)
         for value, entry in values
         if value not in (None, "") and value == value and entry["state"] != UNREADABLE  # NaN has no place in an order
     ]
-    known.sort(key=lambda pair: _sort_key(pair[0]), reverse=ascending == reverse)
+    known.sort(key=lambda pair: _best_key(pair[1]) if key == BEST else _sort_key(pair[0]), reverse=ascending == reverse)
     shown = {id(entry) for _, entry in known}
     return [entry for _, entry in known] + [entry for entry in entries if id(entry) not in shown]
+
+
+def _best_key(entry: Entry) -> tuple[Any, ...]:
+    best = entry[BEST]
+    return best["metric"] != "loss", best["metric"], -best["value"] if best["maximize"] else best["value"]
 
 
 def _sort_key(value: Value) -> tuple[float, str]:

@@ -9,6 +9,7 @@ import msgspec
 
 from gputrain_tui.diagnosis.roll_up import newest_findings
 from gputrain_tui.state import RankView, RunState
+from gputrain_tui.state.best_validation import BestValidation
 from gputrain_tui.state.figures import GroupFigures, mean_phase_ms, mean_share, run_groups
 from gputrain_tui.state.finding_text import failure_summary, failure_words
 from gputrain_tui.state.newest_metrics import newest_values
@@ -164,6 +165,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None = None
     loss_unit: str = ""
     validations: tuple[ValidationReport, ...] = ()
+    best_valid: BestValidation | None = None
+    """The best validation, by ``train.best_metric``."""
     metrics: dict[str, float | None] = msgspec.field(default_factory=dict)
     """The user's own by name: the newest values, over the ranks that report them; null: not finite."""
     findings: tuple[FindingReport, ...] = ()
@@ -230,6 +233,7 @@ def run_report(state: RunState, facts: RunFacts) -> RunReport:
             )
             for each in state.validations
         ),
+        best_valid=state.validations.best,
         metrics={name: _finite(value) for name, value in newest_values(state.metrics, state.validations).items()},
         findings=tuple(past_findings(state)),
         earlier_findings=len(state.past_findings) == state.past_findings.maxlen,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from gputrain_tui.state.best_validation import RecordedValidations
 from gputrain_tui.state.checksums import DesyncState
 from gputrain_tui.state.elapsed import Pace, elapsed_s, time_by_boot
 from gputrain_tui.state.ended_attempts import EndedAttempts
@@ -53,7 +54,7 @@ class RunState:
         """Ranks that only attempts before the last one had."""
         self.joining: record.Joining | None = None
         """Newest report of the ranks that have joined; None once training began."""
-        self.validations: deque[record.Validation] = deque(maxlen=KEPT)
+        self.validations = RecordedValidations(KEPT)
         self.checkpoints: deque[record.Checkpoint] = deque(maxlen=KEPT)
         self.failures: deque[record.Failure] = deque(maxlen=KEPT)
         self.root_cause: record.Failure | None = None
@@ -95,7 +96,7 @@ class RunState:
             record.Step: self._step,
             DownsampledBlock: self._step,
             record.Doing: self._doing,
-            record.Validation: self.validations.append,
+            record.Validation: self.validations.add,
             record.Checkpoint: self.checkpoints.append,
             record.Checksum: lambda event: self.desync.add(event, self.world_size),
             record.CollectiveGroup: self._collective_group,
@@ -250,13 +251,6 @@ class RunState:
     def bus_bytes_per_s(self) -> float | None:
         return bus_bytes_per_s(self.ranks.values(), self.world_size)
 
-    def last_validation(self, split: str = "valid") -> record.Validation | None:
-        return next((v for v in reversed(self.validations) if v.split == split), None)
-
-    def last_test(self) -> record.Validation | None:
-        """Return the newest evaluation with a ``weights_step``: a test, or a run of ``eval``."""
-        return next((v for v in reversed(self.validations) if v.weights_step is not None), None)
-
     # Changed by events
 
     def rank(self, rank: int) -> RankView:
@@ -368,6 +362,7 @@ class RunState:
 
     def _training_plan(self, event: record.TrainingPlan) -> None:
         self.plan = event
+        self.validations.begin(event)
         self.max_updates, self.max_epochs = event.max_updates, event.max_epochs
 
     def _node_sample(self, event: record.NodeSample) -> None:
