@@ -110,8 +110,7 @@ def _recorded(run: Run) -> RecordedRun:
 
     with closing(read_run_record(run, on_step=apply)) as live:
         report = run_report(live.state, run_facts(live))
-        counts_anew = blocks.begun_again and live.state.plan is None
-    return RecordedRun(report=report, blocks=blocks, undisturbed=undisturbed, counts_anew=counts_anew)
+    return RecordedRun(report=report, blocks=blocks, undisturbed=undisturbed)
 
 
 def _recipe_values(runs: Sequence[Run]) -> tuple[list[DifferingValues], str]:

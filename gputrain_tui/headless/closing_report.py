@@ -100,6 +100,9 @@ def result_lines(state: RunState, width: int) -> list[list[Piece]]:
         over = f"in {_seconds(rates.stepping_s)} of {'recorded ' * bool(state.record_gap)}steps"
         text = "  ".join(filter(None, [f"{number(rate)} {unit}", further_rates(rates), over]))
         lines.append([(f"{'all ranks' if len(state.ranks) > 1 else 'rate':<11}", "dim"), (text, "")])
+    if state.counts_anew:
+        text = "those of all its starts, each of which counts from 1"
+        lines.append([("steps      ", "dim"), (text, "")])
     if (change := state.shares.newest) is not None:
         lines.append([("shares     ", "dim"), (change_text(change).removeprefix("shares "), "")])
     lines += [[("not seen   ", "dim"), (text, "dim")] for text in _unseen(state)]
@@ -194,11 +197,14 @@ def status_line(state: RunState, *, status: str | None = None, elapsed_s: float 
     took += restarts_text(restarts)
     compile_s = max((view.totals.compile_ms for view in state.ranks.values()), default=0.0) / 1000
     took += f", {duration(compile_s)} of it compiling" if compile_s >= 1 else ""
-    begun_anew = restarts > 0 and state.plan is None  # the steps of a script are counted anew in each attempt
+    begun_anew = state.counts_anew
     samples = sum(view.totals.samples for view in (*state.ranks.values(), *state.former.values()))
     status = status or state.status
     style = "alarm" if status == "failed" else "bold"
-    steps = f", {state.step} step{'s' * (state.step != 1)}" + " since then" * begun_anew
+    steps = (
+        f", {state.step} step{'s' * (state.step != 1)}"
+        + (" since then" if restarts else " since its last start") * begun_anew
+    )
     resumed = f" since step {state.plan.first_update}" if state.plan is not None and state.plan.first_update else ""
     steps += (f", {samples:,} samples" + " in all" * begun_anew + resumed * (not restarts)) * bool(samples)
     if state.record_gap and state.counts_all_steps:

@@ -34,8 +34,11 @@ class RecordedRun:
     blocks: StepBlocks
     undisturbed: StepBlocks
     """The same steps without their waits for a core."""
-    counts_anew: bool = False
-    """Whether a script was started again, which counts its steps from 1 each time: none of its losses has its step."""
+
+    @property
+    def counts_anew(self) -> bool:
+        """Whether a script was started again, so that none of its losses has its step."""
+        return self.report.counts_anew
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):

@@ -146,6 +146,9 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float | None = None
     """Until now, or the end."""
     step: int = 0
+    counts_anew: bool = False
+    """Whether a script was started again, which counts its steps from 1 each time: ``step`` is of its last start, the
+    steps of ``ranks`` are of all starts."""
     epoch: int = 0
     world_size: int
     run_dir: str
@@ -210,6 +213,7 @@ def run_report(state: RunState, facts: RunFacts) -> RunReport:
     return RunReport(
         **msgspec.structs.asdict(facts),
         step=figures.step,
+        counts_anew=state.counts_anew,
         epoch=figures.epoch,
         world_size=state.world_size,
         verdict=verdict(state, facts.state),

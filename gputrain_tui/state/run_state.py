@@ -9,6 +9,7 @@ from typing import Any
 
 from gputrain_tui.state.best_validation import RecordedValidations
 from gputrain_tui.state.checksums import DesyncState
+from gputrain_tui.state.counted_anew import begins_at_1, counts_anew
 from gputrain_tui.state.elapsed import Pace, elapsed_s, time_by_boot
 from gputrain_tui.state.ended_attempts import EndedAttempts
 from gputrain_tui.state.figures import RunFigures, run_figures
@@ -35,9 +36,7 @@ class RunState:
         """Start without events; the diagnosis needs the last ``history`` step events of each rank, views do not."""
         self.version = 0
         self._history = history
-        self.run = ""
-        self.recipe = ""
-        self.run_dir = ""
+        self.run = self.recipe = self.run_dir = ""
         self.world_size = world_size
         self.max_updates = max_updates  # 0: no limit, as below
         self.max_epochs = max_epochs
@@ -224,6 +223,11 @@ class RunState:
         return any(view.unrecorded for view in views) and len({view.step for view in views}) == 1
 
     @property
+    def counts_anew(self) -> bool:
+        views = (*self.ranks.values(), *self.former.values())
+        return counts_anew((view.beginnings for view in views), is_task=self.plan is not None)
+
+    @property
     def flagged(self) -> set[int]:
         """Ranks with a raised finding, and ranks that failed by themselves."""
         named = named_ranks(self.findings.values())
@@ -272,6 +276,7 @@ class RunState:
             view.first_step_time = event.time
             self.joining = None
         view.unrecorded_step = 0
+        view.beginnings += begins_at_1(event)
         if event.time > self.step_time:
             self.step_time = event.time
         view.before, view.last = view.last, event
