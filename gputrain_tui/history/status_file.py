@@ -59,6 +59,8 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Whether its commands were typed by a user: without a supervisor its end is read from its record."""
     supervisor: ProcessIdentity | None = None
     """Process responsible for the run: its creator until the supervisor has taken over."""
+    workdir: str = ""
+    """Folder in which it was started, where relative paths of its recipe begin; empty if not known."""
     inode: Count | None = None
     """Inode of the run directory; a copy of it has another one."""
     started: UnixSeconds = 0.0
