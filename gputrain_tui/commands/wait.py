@@ -20,8 +20,6 @@ from gputrain_tui.report.load_report import read_run_record
 from gputrain_tui.tables import printable
 from trainer.contract.errors import ExitCode
 
-POLL_S = 0.2
-
 
 def _seconds(text: str) -> float:
     try:
@@ -70,7 +68,7 @@ def run(args: Namespace) -> int:
             if not is_told:
                 print_message(f"waiting for {', '.join(pending)}; Ctrl-C ends the wait, not the run")
                 is_told = True
-            time.sleep(min(POLL_S, max(deadline - now, 0.0)))
+            time.sleep(min(0.2, max(deadline - now, 0.0)))
     except KeyboardInterrupt:
         is_interrupted = True
     for path, wait in waits.items():

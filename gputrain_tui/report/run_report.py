@@ -141,6 +141,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """``running``, ``finished``, ``failed``, ``stopped``, ``lost`` and so on."""
     exit_code: int | None = None
     message: str | None = None
+    failed_rank: int | None = None
+    failed_host: str | None = None
     started: float | None = None
     ended: float | None = None
     duration_s: float | None = None
@@ -198,6 +200,8 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     exit_code: int | None = None
     message: str | None = None
+    failed_rank: int | None = None
+    failed_host: str | None = None
     started: float | None = None
     ended: float | None = None
     duration_s: float | None = None
@@ -216,7 +220,7 @@ def run_report(state: RunState, facts: RunFacts) -> RunReport:
         counts_anew=state.counts_anew,
         epoch=figures.epoch,
         world_size=state.world_size,
-        verdict=verdict(state, facts.state),
+        verdict=verdict(state, facts),
         step_ms=figures.step_ms,
         parts=step_parts(view.sums for view in state.ranks.values()),
         means_over="all steps" if state.ended is not None else f"the {state.span}",
@@ -257,13 +261,13 @@ def step_parts(all_sums: Iterable[Totals]) -> tuple[StepPart, ...]:
     return tuple(parts)
 
 
-def verdict(state: RunState, status: str) -> Verdict:
+def verdict(state: RunState, facts: RunFacts) -> Verdict:
     """Return what limits the run: its failure, else its gravest finding, else the largest part of its steps.
 
     A finding counts that stands, or stood for more than half of the steps.
     """
     failure = state.root_cause
-    if status == "failed" and failure is not None:
+    if facts.state == "failed" and failure is not None:
         text = f"{failure_summary(failure)}: {failure.message}"
         return Verdict(
             kind="failure",
@@ -273,6 +277,9 @@ def verdict(state: RunState, status: str) -> Verdict:
             host=failure.host,
             cause=failure_words(failure),
         )
+    if facts.state == "failed" and facts.message:  # the record lacks the failure, as on a full disk
+        who = {"rank": facts.failed_rank, "host": facts.failed_host}
+        return Verdict(kind="failure", text=facts.message, is_problem=True, **who)  # type: ignore[arg-type]
     lasting = [each for each, stands in newest_findings(state) if each.severity != "info" and stands]
     if lasting:
         worst = lasting[0]
