@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from gputrain_tui.history.summary import UNREADABLE
 from gputrain_tui.row_filter import FilterColumn, RowFilter, Value
 from gputrain_tui.state.finding_text import restarts_text
 from gputrain_tui.tables import number
 from trainer.contract.errors import RequestError, nearest
+from trainer.contract.record import RunStatusName
 from trainer.host.stop_request import STOP_REASONS
 
 Entry = Mapping[str, Any]
@@ -18,12 +19,16 @@ BY_A_PERSON = (*STOP_REASONS.values(), "stopped by SIGINT")
 """Beginnings of the message of a run that a person has stopped."""
 
 
-def _column(key: str, name: str, *, is_number: bool = True) -> FilterColumn[Entry]:
+STATES = (*get_args(RunStatusName), "lost", UNREADABLE)
+"""All states of a run in the list."""
+
+
+def _column(key: str, name: str, *, is_number: bool = True, allowed: Sequence[str] = ()) -> FilterColumn[Entry]:
     def value(entry: Entry) -> Value:
         cell = entry[name]
         return " ".join(cell) if isinstance(cell, list | tuple) else cell
 
-    return FilterColumn(key=key, is_number=is_number, value=value)
+    return FilterColumn(key=key, is_number=is_number, value=value, allowed=allowed)
 
 
 def cause(entry: Entry) -> str:
@@ -71,7 +76,7 @@ RUN_COLUMNS: Mapping[str, FilterColumn[Entry]] = {
     column.key: column
     for column in (
         _column("run", "id", is_number=False),
-        _column("state", "state", is_number=False),
+        _column("state", "state", is_number=False, allowed=STATES),
         _column("recipe", "recipe", is_number=False),
         _column("ranks", "world_size"),
         _column("step", "step"),
