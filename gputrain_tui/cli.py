@@ -39,6 +39,7 @@ COMMANDS = {
     "attach": "open the console on a run, running or ended",
     "logs": "print the output of a run's ranks",
     "stacks": "print the Python stacks of a run's ranks, equal ones together",
+    "wait": "wait until runs have ended, and exit with their exit code",
     "stop": "stop a run everywhere and report any process left",
     "init": "write a recipe of a script, a task, the command of another launcher, or an example",
     "recipe-schema": "print the JSON Schema of a recipe, for editors",

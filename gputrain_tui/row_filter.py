@@ -13,7 +13,7 @@ from trainer.contract.errors import RequestError, nearest
 Row = TypeVar("Row")
 Value = float | str | None
 
-_WORD = re.compile(r"(?P<key>[a-z]+)(?P<sign><=|>=|!=|[:=<>])(?P<value>.*)", re.IGNORECASE)
+_WORD = re.compile(r"(?P<key>[a-z_]+)(?P<sign><=|>=|!=|[:=<>])(?P<value>.*)", re.IGNORECASE)
 _NAMED = re.compile(r"(?P<family>[a-z]+):(?P<name>.+?)(?:(?P<sign><=|>=|!=|[=<>])(?P<value>[^<>=]+))?", re.IGNORECASE)
 """A column of a family, such as ``metric:accuracy>0.9``, or without a comparison."""
 _NUMBER = r"[-+]?[\d.]+(?:e[-+]?\d+)?"
@@ -37,6 +37,8 @@ class FilterColumn(Generic[Row]):
     is_number: bool
     value: Callable[[Row], Value]
     """Returns the row's value; None without one, which matches no comparison."""
+    allowed: Sequence[str] = ()
+    """All values of a text column that has few; empty: it may be any text."""
 
 
 class RowFilter(Generic[Row]):
@@ -89,8 +91,17 @@ class RowFilter(Generic[Row]):
         if not column.is_number:
             if sign not in (":", "=", "!="):
                 raise RequestError(f"filter {word!r}: {key} is text; write {key}:part or {key}=whole")
+            _require_possible(column, word, sign, value)
             return _text(column, sign, value.casefold())
         return _numbers(column, word, value) if sign == ":" else _compared(column, word, sign, value)
+
+
+def _require_possible(column: FilterColumn[Row], word: str, sign: str, value: str) -> None:
+    """Refuse a text that no row can have in a column of few values: it would match nothing, or with != everything."""
+    wanted = value.casefold()
+    if column.allowed and not any(wanted in each if sign == ":" else wanted == each for each in column.allowed):
+        guess = nearest(value, column.allowed) or f"; one of {', '.join(column.allowed)}"
+        raise RequestError(f"filter {word!r}: no {column.key} is {value!r}{guess}")
 
 
 def _text(column: FilterColumn[Row], sign: str, wanted: str) -> Callable[[Row], bool]:

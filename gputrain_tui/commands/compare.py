@@ -13,6 +13,7 @@ from gputrain_tui.commands.shared_flags import RUN_HELP
 from gputrain_tui.headless.comparison_text import comparison_lines
 from gputrain_tui.history.comparison import DifferingValues
 from gputrain_tui.history.run_folders import Run, find
+from gputrain_tui.lifecycle.run_checkpoints import last_trained
 from gputrain_tui.output import print_message
 from gputrain_tui.report.comparison_in_turns import MIN_ROUNDS, compare_in_turns
 from gputrain_tui.report.comparison_limits import check_limits, check_limits_in_turns, parse_condition
@@ -62,7 +63,7 @@ def run(args: Namespace) -> int:
     conditions = [parse_condition(text) for text in args.fail_on]
     steps = [each.at for each in conditions if each.at is not None]
     if args.rounds is None:
-        runs = [find(name) for name in args.runs]
+        runs = [last_trained() if name == "last" else find(name) for name in args.runs]
         recorded = [_recorded(each) for each in runs]
         recipe, unknown = _recipe_values(runs)
         comparison = replace(compare(recorded, recipe=recipe, loss_steps=steps), recipe_unknown=unknown)
@@ -110,8 +111,7 @@ def _recorded(run: Run) -> RecordedRun:
 
     with closing(read_run_record(run, on_step=apply)) as live:
         report = run_report(live.state, run_facts(live))
-        counts_anew = blocks.begun_again and live.state.plan is None
-    return RecordedRun(report=report, blocks=blocks, undisturbed=undisturbed, counts_anew=counts_anew)
+    return RecordedRun(report=report, blocks=blocks, undisturbed=undisturbed)
 
 
 def _recipe_values(runs: Sequence[Run]) -> tuple[list[DifferingValues], str]:

@@ -7,7 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 
 from gputrain_tui.commands.shared_flags import add_checkpoint, add_settings
-from gputrain_tui.lifecycle.recipe_to_run import recipe_of_checkpoint
+from gputrain_tui.lifecycle.recipe_to_run import naming_the_folder_of, recipe_of_checkpoint
 from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint
 from gputrain_tui.plan.planner import task_flags
 from gputrain_tui.recipe.build import load as load_recipe
@@ -30,7 +30,8 @@ def run(args: Namespace) -> int:
     """Print the predictions; return the exit code."""
     chosen = choose_checkpoint(args.named, args.checkpoint)
     source = recipe_of_checkpoint(chosen, args.named, args.recipe)
-    recipe = load_recipe(source, overrides=args.overrides)
+    with naming_the_folder_of(chosen.run if args.recipe is None else None):
+        recipe = load_recipe(source, overrides=args.overrides)
     if recipe.script is not None:
         raise RequestError(f"{source} runs a script; `gputrain predict` needs a task, which offers predict()")
     # A process of its own, as this one never imports torch, which reads checkpoints.

@@ -49,7 +49,12 @@ def run_recipe(recipe: Recipe, *, json: bool, detach: bool) -> int:
             print_message(note)
         if not detach:
             return _foreground(prepared, json=json)
-        print(start.launch_detached(prepared).id)
+        started = start.launch_detached(prepared).id
+        try:
+            print(started, flush=True)
+        except OSError:
+            print_message(f"{started} goes on in the background")
+            raise
         return ExitCode.FINISHED
     except NotReadyError as refused:
         for problem in refused.errors:

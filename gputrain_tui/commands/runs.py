@@ -17,6 +17,7 @@ from gputrain_tui.history.run_columns import (
     NEWEST_FIRST,
     RUN_COLUMNS,
     Entry,
+    best_cell,
     cause,
     loss_cell,
     metrics_text,
@@ -32,15 +33,43 @@ from gputrain_tui.tables import TableColumn, cut, duration, number, printable, t
 from trainer.contract.errors import ExitCode, nearest
 
 TITLES = (
-    *("run", "state", "recipe", "ranks", "step", "loss", "valid", "lr", "tokens", "started", "took", "tags", "cause"),
-    *("metrics", "note"),
+    *(
+        "run",
+        "state",
+        "recipe",
+        "ranks",
+        "step",
+        "loss",
+        "valid",
+        "best_valid",
+        "lr",
+        "tokens",
+        "started",
+        "took",
+        "tags",
+    ),
+    *("cause", "metrics", "note"),
 )
 NUMBERS = ("ranks", "step", "loss", "valid", "lr", "tokens", "took")
 CAUSE = TITLES.index("cause")
-OPTIONAL = ("valid", "lr", "tokens", "tags", "cause", "metrics", "note")
+OPTIONAL = ("valid", "best_valid", "lr", "tokens", "tags", "cause", "metrics", "note")
 """Titles of columns that are omitted if no run has a value."""
 OMITTED = (
-    *("lr", "tokens", "started", "ranks", "recipe", "metrics", "valid", "note", "tags", "took", "loss", "step"),
+    *(
+        "lr",
+        "tokens",
+        "started",
+        "ranks",
+        "recipe",
+        "metrics",
+        "best_valid",
+        "valid",
+        "note",
+        "tags",
+        "took",
+        "loss",
+        "step",
+    ),
     "cause",
 )
 """Titles of columns in the order in which a narrow terminal omits them: a run's id has its recipe and start time."""
@@ -153,6 +182,7 @@ def report(entries: Sequence[Entry], *, colour: bool = False, cells: int | None 
             number(entry["step"]),
             loss_cell(entry),
             number(entry["valid"], 4),
+            printable(best_cell(entry)),
             "" if entry["lr"] is None else f"{entry['lr']:.3g}",
             "" if entry["tokens"] is None else f"{entry['tokens']:,}",
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["started"])),

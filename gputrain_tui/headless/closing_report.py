@@ -101,14 +101,21 @@ def result_lines(state: RunState, width: int) -> list[list[Piece]]:
         over = f"in {_seconds(rates.stepping_s)} of {'recorded ' * bool(state.record_gap)}steps"
         text = "  ".join(filter(None, [f"{number(rate)} {unit}", further_rates(rates), over]))
         lines.append([(f"{'all ranks' if len(state.ranks) > 1 else 'rate':<11}", "dim"), (text, "")])
+    if state.counts_anew:
+        text = "those of all its starts, each of which counts from 1"
+        lines.append([("steps      ", "dim"), (text, "")])
     if (change := state.shares.newest) is not None:
         lines.append([("shares     ", "dim"), (change_text(change).removeprefix("shares "), "")])
     lines += [[("not seen   ", "dim"), (text, "dim")] for text in _unseen(state)]
     for split in ("valid", "test"):
-        validation = state.last_validation(split)
+        validation = state.validations.newest(split)
         if validation is not None:
             text = paint((event_line(validation) or [])[1:], colour=False)
             lines.append([(f"{split:<11}", "dim"), (text, "")])
+    best, newest = state.validations.best, state.validations.newest()
+    if best is not None and newest is not None and best.step != newest.step:
+        text = f"step {best.step}  {printable(best.metric)} {best.value:.4f}"
+        lines.append([("best valid ", "dim"), (text, "")])
     validated = validated_metrics(state.validations)  # these stand above
     lines += metric_lines({k: v for k, v in state.metrics.values().items() if k not in validated}, width)
     if noise := noise_text(state.noise_scale):
@@ -191,13 +198,13 @@ def status_line(state: RunState, *, status: str | None = None, elapsed_s: float 
     took += restarts_text(restarts) + f",{jobs_text(jobs)}" * (jobs > 1)
     compile_s = max((view.totals.compile_ms for view in state.ranks.values()), default=0.0) / 1000
     took += f", {duration(compile_s)} of it compiling" if compile_s >= 1 else ""
-    # The steps of a script are counted anew in each attempt and job; samples, rates and times are of all.
-    begun_anew = (restarts > 0 or jobs > 1) and state.plan is None
+    # The steps of a script are those of its last attempt or job; samples, rates and times are of all.
+    begun_anew = state.counts_anew
     samples = sum(view.totals.samples for view in (*state.ranks.values(), *state.former.values()))
     status = status or state.status
     style = "alarm" if status == "failed" else "bold"
-    since = (" since then" if restarts else " in the last one") * begun_anew
-    steps = f", {state.step} step{'s' * (state.step != 1)}{since}"
+    since = " since then" if restarts else " in the last one" if jobs > 1 else " since its last start"
+    steps = f", {state.step} step{'s' * (state.step != 1)}{since * begun_anew}"
     resumed = f" since step {state.plan.first_update}" if state.plan is not None and state.plan.first_update else ""
     steps += (f", {samples:,} samples" + " in all" * begun_anew + resumed * (not restarts and jobs < 2)) * bool(samples)
     if state.record_gap and state.counts_all_steps:

@@ -232,7 +232,16 @@ def conclude(
     if for_people:
         err.line(paint(_record_line(run), colour=colour))
     err.close(is_interrupted=is_interrupted)
-    return code
+    return exit_code_with(code, out.error)
+
+
+def exit_code_with(code: int, error: OSError | None) -> int:
+    """Return the command's exit code by that of the run: 1 if it has finished, but standard output lacks a part.
+
+    ``error``: of standard output; a closed pipe is none, as its reader has what it wants.
+    """
+    lacks = error is not None and not isinstance(error, BrokenPipeError)
+    return ExitCode.FAILED if lacks and code == ExitCode.FINISHED else code
 
 
 def keeps_refused(run: Run) -> bool:

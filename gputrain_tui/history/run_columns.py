@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from gputrain_tui.history.summary import UNREADABLE
 from gputrain_tui.row_filter import FilterColumn, RowFilter, Value
@@ -12,6 +12,7 @@ from gputrain_tui.state.finding_text import restarts_text
 from gputrain_tui.state.job_queue import jobs_text
 from gputrain_tui.tables import number
 from trainer.contract.errors import RequestError, nearest
+from trainer.contract.record import RunStatusName
 from trainer.host.stop_request import STOP_REASONS
 
 Entry = Mapping[str, Any]
@@ -19,12 +20,16 @@ BY_A_PERSON = (*STOP_REASONS.values(), "stopped by SIGINT")
 """Beginnings of the message of a run that a person has stopped."""
 
 
-def _column(key: str, name: str, *, is_number: bool = True) -> FilterColumn[Entry]:
+STATES = (*get_args(RunStatusName), "lost", UNREADABLE)
+"""All states of a run in the list."""
+
+
+def _column(key: str, name: str, *, is_number: bool = True, allowed: Sequence[str] = ()) -> FilterColumn[Entry]:
     def value(entry: Entry) -> Value:
         cell = entry[name]
         return " ".join(cell) if isinstance(cell, list | tuple) else cell
 
-    return FilterColumn(key=key, is_number=is_number, value=value)
+    return FilterColumn(key=key, is_number=is_number, value=value, allowed=allowed)
 
 
 def cause(entry: Entry) -> str:
@@ -52,16 +57,34 @@ def loss_cell(entry: Entry) -> str:
     return number(loss, 4)
 
 
+BEST = "best_valid"
+"""Column of the best validation, by the metric with which a run chooses its best checkpoint."""
+
+
+def _best_value(entry: Entry) -> Value:
+    return entry[BEST] and entry[BEST]["value"]
+
+
+def best_cell(entry: Entry) -> str:
+    """Return the best validation with its step, such as ``accuracy 0.9120 at 300``; empty if the newest is as good."""
+    best = entry[BEST]
+    if best is None or (best["metric"] == "loss" and best["value"] == entry["valid"]):
+        return ""
+    name = "" if best["metric"] == "loss" else f"{best['metric']} "
+    return f"{name}{number(best['value'], 4)} at {best['step']:,}"
+
+
 RUN_COLUMNS: Mapping[str, FilterColumn[Entry]] = {
     column.key: column
     for column in (
         _column("run", "id", is_number=False),
-        _column("state", "state", is_number=False),
+        _column("state", "state", is_number=False, allowed=STATES),
         _column("recipe", "recipe", is_number=False),
         _column("ranks", "world_size"),
         _column("step", "step"),
         _column("loss", "loss"),
         _column("valid", "valid"),
+        FilterColumn(key=BEST, is_number=True, value=_best_value),
         _column("lr", "lr"),
         _column("tokens", "tokens"),
         _column("started", "started"),
@@ -119,8 +142,9 @@ def _anywhere(word: str, entry: Entry) -> bool:
 def sorted_runs(entries: Sequence[Entry], key: str, *, reverse: bool = False) -> list[Entry]:
     """Return runs by a column: text, losses and learning rates upwards, other numbers from the greatest.
 
-    A metric with ``loss`` in its name, such as ``metric:val_loss``, is a loss. Those without a value come last in
-    either direction. Runs of equal values stay in their order.
+    By ``best_valid`` the better ones come first, those of one metric together. A metric with ``loss`` in its name, such
+    as ``metric:val_loss``, is a loss. Those without a value come last in either direction. Runs of equal values stay in
+    their order.
 
     Raises:
         RequestError: there is no such column.
@@ -130,16 +154,21 @@ def sorted_runs(entries: Sequence[Entry], key: str, *, reverse: bool = False) ->
     if column is None:
         guess = nearest(key, RUN_COLUMNS) or "; one of " + ", ".join([*RUN_COLUMNS, f"{METRIC}NAME"])
         raise RequestError(f"no column {key!r} to sort by{guess}")
-    ascending = not column.is_number or key in ("valid", "lr") or "loss" in key.casefold()
+    ascending = not column.is_number or key in ("valid", BEST, "lr") or "loss" in key.casefold()
     values = [(column.value(entry), entry) for entry in entries]
     known = [
         (value, entry)
         for value, entry in values
         if value not in (None, "") and value == value and entry["state"] != UNREADABLE  # NaN has no place in an order
     ]
-    known.sort(key=lambda pair: _sort_key(pair[0]), reverse=ascending == reverse)
+    known.sort(key=lambda pair: _best_key(pair[1]) if key == BEST else _sort_key(pair[0]), reverse=ascending == reverse)
     shown = {id(entry) for _, entry in known}
     return [entry for _, entry in known] + [entry for entry in entries if id(entry) not in shown]
+
+
+def _best_key(entry: Entry) -> tuple[Any, ...]:
+    best = entry[BEST]
+    return best["metric"] != "loss", best["metric"], -best["value"] if best["maximize"] else best["value"]
 
 
 def _sort_key(value: Value) -> tuple[float, str]:

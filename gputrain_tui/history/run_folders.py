@@ -101,6 +101,7 @@ def create(
                     world_size=world_size,
                     supervisor=identify(),
                     started=started,
+                    workdir=working_directory(),
                     inode=draft.path.stat().st_ino,
                 )
                 draft.plan.write_bytes(plan(final))
@@ -140,7 +141,14 @@ def create_by_hand(run: RunDir, plan: Plan, *, recipe: str, recipe_toml: str, ru
             part.mkdir(mode=0o700, parents=True, exist_ok=True)
         run.recipe.write_text(recipe_toml, encoding="utf-8")
         write_atomically(run.plan, msgspec.json.encode(plan))
-        status = Status(run=run.path.name, recipe=recipe, world_size=plan.world_size, by_hand=True, started=now)
+        status = Status(
+            run=run.path.name,
+            recipe=recipe,
+            world_size=plan.world_size,
+            by_hand=True,
+            workdir=working_directory(),
+            started=now,
+        )
         write_status(run, status)
         if run.path.parent != runs and not _is_linked(runs, run.path):
             runs.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -155,6 +163,16 @@ def _is_linked(runs: Path, path: Path) -> bool:
             return any(Path(entry.path).resolve() == path.resolve() for entry in entries if entry.is_symlink())
     except FileNotFoundError:
         return False
+
+
+def working_directory() -> str:
+    """Return the working directory; empty where it is gone, or its name is not UTF-8, which JSON cannot hold."""
+    try:
+        folder = os.getcwd()  # noqa: PTH109 - a name, not a path
+        folder.encode()
+    except (OSError, UnicodeEncodeError):
+        return ""
+    return folder
 
 
 def run_id(recipe: str, started: float) -> str:

@@ -15,6 +15,7 @@ import msgspec
 
 from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.record_tail import first_time, newest_loss_of, newest_states
+from gputrain_tui.state.best_validation import BestValidation
 from gputrain_tui.state.elapsed import elapsed_s
 from trainer.contract.errors import ExitCode, RecordError
 from trainer.contract.outcome import exit_code_of, node_outcome, root_cause
@@ -59,6 +60,8 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Whether its commands were typed by a user: without a supervisor its end is read from its record."""
     supervisor: ProcessIdentity | None = None
     """Process responsible for the run: its creator until the supervisor has taken over."""
+    workdir: str = ""
+    """Folder in which it was started, where relative paths of its recipe begin; empty if not known."""
     inode: Count | None = None
     """Inode of the run directory; a copy of it has another one."""
     started: UnixSeconds = 0.0
@@ -83,6 +86,8 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Mean over the ranks at that step, in nats."""
     valid: FiniteFloat | Literal["nan"] | None = None
     """The newest validation loss, in nats; ``nan`` if it is not finite, since JSON has no such number."""
+    best_valid: BestValidation | None = None
+    """The best validation so far, by ``train.best_metric``; None without one."""
     lr: FiniteFloat | None = None
     """Learning rate of the last step; written at the end."""
     tokens: Count | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
+import msgspec
+
 from gputrain_tui.history.lost_run import lost_text
 from gputrain_tui.history.notes import Notes, read_notes
 from gputrain_tui.history.record_tail import last_step, newest_loss_of, standing_findings
@@ -16,11 +18,10 @@ from trainer.contract.errors import RecordError
 MAX_NAME_CHARS = 60
 """Keeps a row of the list on one line of a wide terminal."""
 SUMMARY_KEYS = (
-    "id", "state", "recipe", "world_size", "step", "loss", "valid", "lr", "tokens", "steps_per_s", "samples_per_s",
-    "tokens_per_s", "mfu", "noise_scale", "started", "ended", "duration_s", "exit_code", "message", "failed_rank",
-    "failed_host", "tested", "note",
-    "tags", "run_dir", "metrics", "shares", "finding", "findings", "loss_is_nan", "restarts",
-    "jobs",
+    "id", "state", "recipe", "world_size", "step", "loss", "valid", "best_valid", "lr", "tokens",
+    "steps_per_s", "samples_per_s", "tokens_per_s", "mfu", "noise_scale", "started", "ended", "duration_s",
+    "exit_code", "message", "failed_rank", "failed_host", "tested", "note", "tags", "run_dir", "metrics",
+    "shares", "finding", "findings", "loss_is_nan", "restarts", "jobs",
 )  # fmt: skip
 """Keys of a summary, as ``gputrain runs --json`` prints them."""
 FINDING_KEYS = (
@@ -60,6 +61,7 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         "step": step,
         "loss": loss,
         "valid": None if status.valid is None else float(status.valid),
+        "best_valid": status.best_valid and msgspec.structs.asdict(status.best_valid),
         "lr": lr,
         "tokens": status.tokens,
         "steps_per_s": status.steps_per_s,

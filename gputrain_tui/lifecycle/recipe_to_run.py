@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,9 @@ from gputrain_tui.lifecycle.remote_nodes import remote_node
 from gputrain_tui.lifecycle.run_checkpoints import (
     ChosenCheckpoint,
     describe_missing_checkpoint,
+    evaluated_checkpoint,
+    last_trained,
+    recorded_table,
     resumable_checkpoint,
     run_named_by,
 )
@@ -38,7 +42,9 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None) ->
                 "no recipe is named; `gputrain run RECIPE` takes a TOML or JSON file, or - for standard input"
             )
         return load_recipe(source, overrides=list(overrides))
-    run = find(resume)
+    run = last_trained() if resume == "last" else find(resume)
+    if evaluated := evaluated_checkpoint(run.dir):
+        raise RequestError(f"--resume {resume}: {run.id} is an evaluation of {evaluated}; name the run that trained it")
     if run.status.archived is not None:
         raise RequestError(f"--resume {resume}: {run.id} is an archive, which holds no checkpoints")
     if run.state in ("queued", "starting", "running", "stopping"):
@@ -47,7 +53,8 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None) ->
     if checkpoint is None:
         raise RequestError(f"--resume {resume}: {describe_missing_checkpoint(run)}")
     if run.state == "finished" and source is None and not overrides:
-        train = load_recipe(recipe_of(run)).train
+        with naming_the_folder_of(run):
+            train = load_recipe(recipe_of(run)).train
         limits = [name for name in ("max_updates", "max_epochs", "stop_time", "patience") if getattr(train, name)]
         known = f" ({', '.join(f'{name} {getattr(train, name):g}' for name in limits)})" if limits else ""
         raise RequestError(
@@ -56,19 +63,51 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None) ->
         )
     owner = run_named_by(run.dir, checkpoint)
     settings = [*overrides, f"train.resume={checkpoint}", f"train.checkpoint_run={owner}"]
-    source = source or recipe_of(run)
-    recipe = load_recipe(source, overrides=settings)
-    # The resets of the run's own recipe are done; only overrides reset again.
-    done = [f"train.{name}=false" for name in RESETS if getattr(recipe.train, name)]
-    if done and source != "-":
-        recipe = load_recipe(source, overrides=[*done, *settings])
+    with naming_the_folder_of(None if source else run):
+        source = source or recipe_of(run)
+        recipe = load_recipe(source, overrides=settings)
+        # The resets of the run's own recipe are done; only overrides reset again.
+        done = [f"train.{name}=false" for name in RESETS if getattr(recipe.train, name)]
+        if done and source != "-":
+            recipe = load_recipe(source, overrides=[*done, *settings])
     remote, first = remote_node(run.dir, 0), recipe.cluster.nodes[0].host
     if remote is not None and first != remote.host:
         raise RequestError(
             f"--resume {resume}: the checkpoints of {run.id} are on {remote.host}, in {checkpoint}, where rank 0 "
             f"reads them, but the first node is {first or 'this machine'}; keep {remote.host} as the first node"
         )
+    if resume == "last" and find("last").id != run.id:
+        recipe = dataclasses.replace(
+            recipe, notes=(*recipe.notes, f"--resume last: {run.id}, the last run that trained")
+        )
     return recipe
+
+
+@contextmanager
+def naming_the_folder_of(run: Run | None) -> Iterator[None]:
+    """Within the context, add to an error that a run's recipe cannot be read the folder that has its task's file.
+
+    ``run``: None where the recipe is another one.
+    """
+    try:
+        yield
+    except RequestError as error:
+        hint = "" if run is None else folder_hint(run, here=Path.cwd())
+        if not hint:
+            raise
+        raise RequestError(f"{error}; {hint}") from None
+
+
+def folder_hint(run: Run, *, here: Path) -> str:
+    """Return which folder has the file of a run's task, where that is not ``here``; empty if it is, or not known."""
+    source = str(recorded_table(run.dir, "train").get("task", "")).rpartition(":")[0]
+    path = Path(source if source.endswith(".py") else f"{source.replace('.', '/')}.py")
+    folder = Path(run.status.workdir)
+    if not source or path.is_absolute() or not run.status.workdir or folder == here or (here / path).exists():
+        return ""
+    if not (folder / path).exists():
+        return f"{run.id} was started in {folder}, which has no {path} any more"
+    return f"{run.id} was started in {folder}, which has it: enter that folder first"
 
 
 def recipe_of(run: Run) -> str:

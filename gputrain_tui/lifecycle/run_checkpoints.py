@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gputrain_tui.history.run_folders import Run, find, list_runs, open_run, parent_of
+from gputrain_tui.history.run_folders import Run, find, newest_runs, open_run, parent_of
 from gputrain_tui.history.status_file import read_status
 from gputrain_tui.lifecycle.remote_nodes import remote_node
 from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
@@ -82,9 +82,7 @@ def choose_checkpoint(named: str, which: str | None) -> ChosenCheckpoint:
                 "name a run, or omit --checkpoint"
             )
         return _named_file(path)
-    run = last_trained() if named == "last" else find(named)
-    if checkpoint := evaluated_checkpoint(run.dir):
-        raise RequestError(f"{run.id} is an evaluation of {checkpoint}: name that file, or the run that trained it")
+    run = find_training(named)
     if which not in (None, "best", "newest"):
         return _file_of(run, str(which))
     newest = resumable_checkpoint(run.dir)
@@ -108,7 +106,20 @@ def choose_checkpoint(named: str, which: str | None) -> ChosenCheckpoint:
 
 def last_trained() -> Run:
     """Return the newest run that is not an evaluation."""
-    return next((run for run in list_runs() if not evaluated_checkpoint(run.dir)), None) or find("last")
+    runs = (run for run in newest_runs() if isinstance(run, Run))
+    return next((run for run in runs if not evaluated_checkpoint(run.dir)), None) or find("last")
+
+
+def find_training(named: str) -> Run:
+    """Return a run as ``find`` does, of ``last`` the last one that trained.
+
+    Raises:
+        RequestError: there is no such run, or it is an evaluation.
+    """
+    run = last_trained() if named == "last" else find(named)
+    if checkpoint := evaluated_checkpoint(run.dir):
+        raise RequestError(f"{run.id} is an evaluation of {checkpoint}: name that file, or the run that trained it")
+    return run
 
 
 def evaluated_checkpoint(run_dir: RunDir) -> str:

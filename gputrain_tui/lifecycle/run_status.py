@@ -158,6 +158,8 @@ class RunStatusWriter:
         has_changed = self._follow_world(state)
         if valid is not None and valid != status.valid:
             status.valid, has_changed = valid, True
+        if (best := state.validations.best) != status.best_valid:
+            status.best_valid, has_changed = best, True
         if (change := state.shares.newest) is not None and change.shares != status.shares:
             status.shares, has_changed = change.shares, True
         if self._now() - self._metrics_at >= METRICS_INTERVAL_S and (metrics := _metrics(state)) != status.metrics:
@@ -233,7 +235,7 @@ class RunStatusWriter:
         status.noise_scale = None if state.noise_scale is None else state.noise_scale.samples
         status.metrics = _metrics(state)
         status.findings = marking(roll_up(state.findings.values(), state.ranks))
-        status.valid = _valid(state)
+        status.valid, status.best_valid = _valid(state), state.validations.best
         status.shares = None if state.shares.newest is None else state.shares.newest.shares
 
     def warn(self, line: str) -> None:
@@ -263,5 +265,5 @@ def _metrics(state: RunState) -> dict[str, float | Literal["nan"]]:
 
 def _valid(state: RunState) -> float | Literal["nan"] | None:
     """Return the newest validation loss as the status has it."""
-    newest = state.last_validation()
+    newest = state.validations.newest()
     return None if newest is None else newest.loss if isfinite(newest.loss) else "nan"

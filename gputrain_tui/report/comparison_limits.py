@@ -14,6 +14,7 @@ from gputrain_tui.history.run_columns import METRIC
 from gputrain_tui.report.run_comparison import (
     LOSSES,
     SINGLE,
+    STEP_LOSSES,
     WITH_INTERVAL,
     Difference,
     FigureComparison,
@@ -129,14 +130,14 @@ def _checked(condition: Condition, figures: Sequence[FigureComparison], index: i
     if found is None or difference is None or difference.change is None:
         missing = before if difference is None or difference.before is None else now
         lacking = [each for each in (before, now) if condition.at is not None and not each.blocks.has(condition.at)]
-        anew = [each for each in (before, now) if each.counts_anew and name != "valid" and condition.name in LOSSES]
+        anew = [each for each in (before, now) if each.counts_anew and condition.name in STEP_LOSSES]
         if anew:
             missing = anew[0]
             hint = ": its script was started again, and each start counts its steps from 1"
         elif lacking:
             missing = lacking[0]
             hint = f", whose steps are {missing.blocks.first_step:,} to {missing.blocks.last_step:,}"
-        elif name in LOSSES and before.blocks.first_step != now.blocks.first_step:
+        elif name in STEP_LOSSES and before.blocks.first_step != now.blocks.first_step:
             hint = ": what a resumed run had seen before is not in its record"
         else:
             hint = "" if found is not None else nearest(name, [each.name for each in figures])

@@ -34,8 +34,11 @@ class RecordedRun:
     blocks: StepBlocks
     undisturbed: StepBlocks
     """The same steps without their waits for a core."""
-    counts_anew: bool = False
-    """Whether a script was started again, which counts its steps from 1 each time: none of its losses has its step."""
+
+    @property
+    def counts_anew(self) -> bool:
+        """Whether a script was started again, so that none of its losses has its step."""
+        return self.report.counts_anew
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,7 +162,9 @@ SPEEDS = (
 )
 """Figures over the steps after the warm-up, by relative difference."""
 WITH_INTERVAL = tuple(figure.name for figure in SPEEDS)
-LOSSES = ("loss", "loss_by_samples", "loss_by_time", "valid")
+STEP_LOSSES = ("loss", "loss_by_samples", "loss_by_time")
+"""Those of training, at a step."""
+LOSSES = (*STEP_LOSSES, "valid", "best_valid")
 SINGLE = ("peak_memory", *LOSSES)
 """Further names of conditions."""
 
@@ -185,6 +190,8 @@ def compare(
             figures.append(losses(name, runs, [run.blocks.step_after(amount, of) for run in runs]))
     figures += [losses(f"loss@{step}", runs, [step] * len(runs)) for step in sorted({*loss_steps})]
     figures.append(_single("valid", "", runs, _valid, relative=False))
+    if len({run.report.best_valid and run.report.best_valid.metric for run in runs}) == 1:
+        figures.append(_single("best_valid", "", runs, _best_valid, relative=False))
     figures.append(_single("peak_memory", "bytes", runs, _peak_memory, relative=True))
     for name in dict.fromkeys(name for run in runs for name in run.report.metrics):
         figures.append(_single(METRIC + name, "", runs, partial(_metric, name=name), relative=False))
@@ -345,6 +352,10 @@ def _valid(report: RunReport) -> float | None:
     return next((each.loss for each in reversed(report.validations) if each.split == "valid"), None)
 
 
+def _best_valid(report: RunReport) -> float | None:
+    return None if report.best_valid is None else report.best_valid.value
+
+
 def _peak_memory(report: RunReport) -> float | None:
     peaks = [rank.memory_peak_bytes for rank in report.ranks if rank.memory_peak_bytes is not None]
     return float(max(peaks)) if peaks else None
@@ -371,7 +382,7 @@ def figure_title(figure: FigureComparison) -> str:
     name = figure.name if figure.name.startswith(METRIC) else figure.name.replace("_", " ").removesuffix(" ms")
     if figure.name.partition("@")[0] == "loss" and figure.step is not None:
         name = f"mean loss around step {figure.step:,}"  # of the blocks near it
-    elif figure.name in LOSSES[:-1]:
+    elif figure.name in STEP_LOSSES:
         name = f"mean {name}"
     return f"{name}, {figure.unit}" if figure.unit else name
 

@@ -9,6 +9,7 @@ import msgspec
 
 from gputrain_tui.diagnosis.roll_up import newest_findings
 from gputrain_tui.state import RankView, RunState
+from gputrain_tui.state.best_validation import BestValidation
 from gputrain_tui.state.figures import GroupFigures, mean_phase_ms, mean_share, run_groups
 from gputrain_tui.state.finding_text import failure_summary, failure_words
 from gputrain_tui.state.newest_metrics import newest_values
@@ -140,11 +141,16 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """``running``, ``finished``, ``failed``, ``stopped``, ``lost`` and so on."""
     exit_code: int | None = None
     message: str | None = None
+    failed_rank: int | None = None
+    failed_host: str | None = None
     started: float | None = None
     ended: float | None = None
     duration_s: float | None = None
     """Until now, or the end."""
     step: int = 0
+    counts_anew: bool = False
+    """Whether a script was started again, which counts its steps from 1 each time: ``step`` is of its last start, the
+    steps of ``ranks`` are of all starts."""
     epoch: int = 0
     world_size: int
     run_dir: str
@@ -164,6 +170,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None = None
     loss_unit: str = ""
     validations: tuple[ValidationReport, ...] = ()
+    best_valid: BestValidation | None = None
+    """The best validation, by ``train.best_metric``."""
     metrics: dict[str, float | None] = msgspec.field(default_factory=dict)
     """The user's own by name: the newest values, over the ranks that report them; null: not finite."""
     findings: tuple[FindingReport, ...] = ()
@@ -192,6 +200,8 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     exit_code: int | None = None
     message: str | None = None
+    failed_rank: int | None = None
+    failed_host: str | None = None
     started: float | None = None
     ended: float | None = None
     duration_s: float | None = None
@@ -207,9 +217,10 @@ def run_report(state: RunState, facts: RunFacts) -> RunReport:
     return RunReport(
         **msgspec.structs.asdict(facts),
         step=figures.step,
+        counts_anew=state.counts_anew,
         epoch=figures.epoch,
         world_size=state.world_size,
-        verdict=verdict(state, facts.state),
+        verdict=verdict(state, facts),
         step_ms=figures.step_ms,
         parts=step_parts(view.sums for view in state.ranks.values()),
         means_over="all steps" if state.ended is not None else f"the {state.span}",
@@ -230,6 +241,7 @@ def run_report(state: RunState, facts: RunFacts) -> RunReport:
             )
             for each in state.validations
         ),
+        best_valid=state.validations.best,
         metrics={name: _finite(value) for name, value in newest_values(state.metrics, state.validations).items()},
         findings=tuple(past_findings(state)),
         earlier_findings=len(state.past_findings) == state.past_findings.maxlen,
@@ -249,13 +261,13 @@ def step_parts(all_sums: Iterable[Totals]) -> tuple[StepPart, ...]:
     return tuple(parts)
 
 
-def verdict(state: RunState, status: str) -> Verdict:
+def verdict(state: RunState, facts: RunFacts) -> Verdict:
     """Return what limits the run: its failure, else its gravest finding, else the largest part of its steps.
 
     A finding counts that stands, or stood for more than half of the steps.
     """
     failure = state.root_cause
-    if status == "failed" and failure is not None:
+    if facts.state == "failed" and failure is not None:
         text = f"{failure_summary(failure)}: {failure.message}"
         return Verdict(
             kind="failure",
@@ -265,6 +277,9 @@ def verdict(state: RunState, status: str) -> Verdict:
             host=failure.host,
             cause=failure_words(failure),
         )
+    if facts.state == "failed" and facts.message:  # the record lacks the failure, as on a full disk
+        who = {"rank": facts.failed_rank, "host": facts.failed_host}
+        return Verdict(kind="failure", text=facts.message, is_problem=True, **who)  # type: ignore[arg-type]
     lasting = [each for each, stands in newest_findings(state) if each.severity != "info" and stands]
     if lasting:
         worst = lasting[0]

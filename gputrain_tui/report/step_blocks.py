@@ -33,10 +33,6 @@ class StepBlocks:
         """First step of all events: of a resumed run the one after its checkpoint's."""
         self.last_step = 0
         """Last step of all events; 0 before the first."""
-        self.begun_again = False
-        """Whether a rank's steps begin at 1 more than once."""
-        self._begun: set[int] = set()
-        """Ranks whose steps begin at 1."""
 
     def apply(self, event: Step) -> None:
         """Add a step event; one that covers steps of several blocks is divided among them.
@@ -48,9 +44,6 @@ class StepBlocks:
         begun = event.step - event.steps + 1
         self.first_step = min(self.first_step, begun) if self.last_step else begun
         self.last_step = max(self.last_step, event.step)
-        if begun == 1:
-            self.begun_again |= event.rank in self._begun
-            self._begun.add(event.rank)
         while event.steps > MIN_BLOCKS * self.length:
             self._join()
         first, last = (event.step - event.steps) // self.length, (event.step - 1) // self.length

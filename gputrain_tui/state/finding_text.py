@@ -21,8 +21,9 @@ def failure_words(failure: Failure) -> str:
 
 SEVERITIES = ("critical", "warning", "info")
 """From the most urgent one."""
-FIRST_KINDS = ("stalled", "host_silent", "non_finite", "desync", "record_incomplete")
-"""Kinds that come before those that only slow a run: it stands still, learns nothing, or its figures are partial."""
+FIRST_KINDS = ("stalled", "host_silent", "non_finite", "desync", "checkpoint_lost", "record_incomplete")
+"""Kinds that come before those that only slow a run: it stands still, learns nothing, its work is not kept, or its
+figures are partial."""
 CAUSES = {
     "data": "data loading",
     "h2d": "copying batches",
@@ -58,6 +59,7 @@ WORDS = {
     "desync": "parameters differ",
     "no_process_group": "ranks never meet",
     "record_incomplete": "the record is incomplete",
+    "checkpoint_lost": "a checkpoint was not written",
 }
 """Texts of kinds of findings, where the identifier does not read well."""
 NO_STEPS, NO_LOSS = "no_steps", "no_loss"
@@ -83,7 +85,7 @@ def finding_summary(finding: Finding) -> str:
 
 def _subject(finding: Finding) -> str:
     """Return the subject of a finding and a blank: a rank, ranks of a node, or a host; empty for the run."""
-    if finding.rank is None or finding.kind in ("record_incomplete", "not_measured"):
+    if finding.rank is None or finding.kind in ("record_incomplete", "not_measured", "checkpoint_lost"):
         return ""
     if finding.kind in HOST_KINDS and finding.host:
         return f"{finding.host} "

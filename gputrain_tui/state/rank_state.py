@@ -66,6 +66,8 @@ class RankView:
     last: Step | None = None
     unrecorded: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """Steps, samples and tokens that its record lacks, by the begin of each gap, Unix seconds; the totals have them."""
+    beginnings: int = 0
+    """How often its steps began at 1."""
     unrecorded_step: int = 0
     """The last step that it has done, where the record lacks that; else 0."""
     before: Step | None = None

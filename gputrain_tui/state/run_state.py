@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from gputrain_tui.state.best_validation import RecordedValidations
 from gputrain_tui.state.checksums import DesyncState
+from gputrain_tui.state.counted_anew import begins_at_1, counts_anew
 from gputrain_tui.state.elapsed import Pace, elapsed_s, time_by_boot
 from gputrain_tui.state.ended_attempts import EndedAttempts
 from gputrain_tui.state.figures import RunFigures, run_figures
@@ -35,9 +37,7 @@ class RunState:
         """Start without events; the diagnosis needs the last ``history`` step events of each rank, views do not."""
         self.version = 0
         self._history = history
-        self.run = ""
-        self.recipe = ""
-        self.run_dir = ""
+        self.run = self.recipe = self.run_dir = ""
         self.world_size = world_size
         self.max_updates = max_updates  # 0: no limit, as below
         self.max_epochs = max_epochs
@@ -53,7 +53,7 @@ class RunState:
         """Ranks that only attempts before the last one had."""
         self.joining: record.Joining | None = None
         """Newest report of the ranks that have joined; None once training began."""
-        self.validations: deque[record.Validation] = deque(maxlen=KEPT)
+        self.validations = RecordedValidations(KEPT)
         self.checkpoints: deque[record.Checkpoint] = deque(maxlen=KEPT)
         self.failures: deque[record.Failure] = deque(maxlen=KEPT)
         self.root_cause: record.Failure | None = None
@@ -94,7 +94,7 @@ class RunState:
             record.Step: self._step,
             DownsampledBlock: self._step,
             record.Doing: self._doing,
-            record.Validation: self.validations.append,
+            record.Validation: self.validations.add,
             record.Checkpoint: self.checkpoints.append,
             record.Checksum: lambda event: self.desync.add(event, self.world_size),
             record.CollectiveGroup: self._collective_group,
@@ -220,6 +220,11 @@ class RunState:
         return any(view.unrecorded for view in views) and len({view.step for view in views}) == 1
 
     @property
+    def counts_anew(self) -> bool:
+        views = (*self.ranks.values(), *self.former.values())
+        return counts_anew((view.beginnings for view in views), is_task=self.plan is not None)
+
+    @property
     def flagged(self) -> set[int]:
         """Ranks with a raised finding, and ranks that failed by themselves."""
         named = named_ranks(self.findings.values())
@@ -247,13 +252,6 @@ class RunState:
     def bus_bytes_per_s(self) -> float | None:
         return bus_bytes_per_s(self.ranks.values(), self.world_size)
 
-    def last_validation(self, split: str = "valid") -> record.Validation | None:
-        return next((v for v in reversed(self.validations) if v.split == split), None)
-
-    def last_test(self) -> record.Validation | None:
-        """Return the newest evaluation with a ``weights_step``: a test, or a run of ``eval``."""
-        return next((v for v in reversed(self.validations) if v.weights_step is not None), None)
-
     # Changed by events
 
     def rank(self, rank: int) -> RankView:
@@ -275,6 +273,7 @@ class RunState:
             view.first_step_time = event.time
             self.joining = None
         view.unrecorded_step = 0
+        view.beginnings += begins_at_1(event)
         if event.time > self.step_time:
             self.step_time = event.time
         view.before, view.last = view.last, event
@@ -367,6 +366,7 @@ class RunState:
 
     def _training_plan(self, event: record.TrainingPlan) -> None:
         self.plan = event
+        self.validations.begin(event)
         self.max_updates, self.max_epochs = event.max_updates, event.max_epochs
 
     def _node_sample(self, event: record.NodeSample) -> None:

@@ -89,6 +89,10 @@ def test_a_run_names_the_weights_it_tested_and_eval_finds_the_same_without_train
     assert tested.weights_step < (trained.run.status.step or 0)
     line = f"test       (weights of step {tested.weights_step})  loss {tested.loss:.4f}  accuracy "
     assert line in trained.closing
+    best_valid = trained.run.status.best_valid
+    assert best_valid is not None
+    assert (best_valid.metric, best_valid.step) == ("loss", tested.weights_step)
+    assert f"best valid step {best_valid.step}  loss {best_valid.value:.4f}\n" in trained.closing
 
     before = contents(trained.run.dir.path, trained.kept)
     done = trained.call("eval", "last", "--set", "cluster.nodes=[{cpu_ranks=1}]", "--set", "train.resume=nowhere.pt")

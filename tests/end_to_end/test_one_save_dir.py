@@ -100,7 +100,7 @@ def test_a_run_that_another_one_has_continued_is_evaluated_exported_and_resumed_
     again = gputrain(folder, "run", "--resume", first, "--set", "train.max_updates=8", "--json")
     assert again.returncode == 0, again.stderr
     plans = [json.loads(line) for line in again.stdout.splitlines() if '"training_plan"' in line]
-    assert [plan["first_update"] for plan in plans] == [6]
+    assert [(plan["first_update"], plan["best_step"]) for plan in plans] == [(6, 5)]
     refused = gputrain(
         folder,
         "eval",

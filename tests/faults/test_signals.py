@@ -197,10 +197,13 @@ def test_json_whose_reader_goes_away_ends_the_run_once_it_is_saved(bench: Bench)
 
 
 @pytest.mark.parametrize("words", [["--json"], []], ids=["json", "shown"])
-def test_a_full_disk_behind_the_output_changes_nothing_about_the_run(bench: Bench, words: list[str]) -> None:
+def test_a_full_disk_behind_the_output_changes_the_exit_code_and_nothing_about_the_run(
+    bench: Bench, words: list[str]
+) -> None:
     with Path("/dev/full").open("w") as full:
         streams = {"stdout": full} if words else {"stdout": full, "stderr": full}
         process = bench.start("run", bench.torch_free_recipe(5), *words, **streams)
         _, err = process.communicate(timeout=LIMIT_S)
-    assert (process.returncode, bench.runs()[0].state) == (0, "finished")
+    (run,) = bench.runs()
+    assert (process.returncode, run.state, run.status.exit_code) == (1, "finished", 0)
     assert not words or "cannot write standard output: No space left on device" in err

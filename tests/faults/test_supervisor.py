@@ -89,8 +89,12 @@ def waiting_run(run: Run) -> subprocess.Popen[bytes]:
 
 
 def begin_stop(run: Run) -> subprocess.Popen[str]:
+    return begin("stop", run)
+
+
+def begin(command: str, run: Run) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "gputrain_tui", "stop", run.id],
+        [sys.executable, "-m", "gputrain_tui", command, run.id],
         env={**os.environ, "GPUTRAIN_HOME": str(run.dir.path.parent.parent)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -506,3 +510,23 @@ def test_a_run_has_one_supervisor(make_run: MakeRun) -> None:
     assert len(processes_of(run)) == 1
     supervisor.terminate()
     assert supervisor.wait(LIMIT_S) == 130
+
+
+def test_a_wait_that_is_interrupted_leaves_the_run_and_one_that_is_not_ends_with_it(make_run: MakeRun) -> None:
+    run = make_run("saves")
+    supervisor = waiting_run(run)
+    interrupted, waiting = begin("wait", run), begin("wait", run)
+    assert interrupted.stderr is not None
+    told = interrupted.stderr.readline()
+    assert told == f"gputrain: waiting for {run.id}; Ctrl-C ends the wait, not the run\n"
+    interrupted.send_signal(signal.SIGINT)
+    out, err = interrupted.communicate(timeout=LIMIT_S)
+    expected = f"gputrain: {run.id} is running and goes on: the wait was ended\n"
+    assert (interrupted.returncode, out, err) == (130, "", expected)
+    assert status_of(run) == "running"
+    (run.dir.path / "go").touch()
+    assert stop(run).returncode == 0
+    out, _ = waiting.communicate(timeout=LIMIT_S)
+    assert waiting.returncode == supervisor.wait(LIMIT_S) == 130
+    assert out.startswith(f"{run.id} stopped in ")
+    assert out.endswith(": stopped by `gputrain stop`\n")

@@ -60,6 +60,7 @@ CASES = [
     ("gputrain eval --split ", ["test", "valid"]),
     ("gputrain logs ", ["last", *RUNS]),
     ("gputrain logs 202609", RUNS),
+    ("gputrain wait 20260921-141320-one 202609", RUNS),
     ("gputrain logs --rank 3 2026092", RUNS),
     ("gputrain run --resume l", ["last"]),
     ("gputrain run m", ["mine.json", "mnist.toml", "my\\ recipe.toml"]),

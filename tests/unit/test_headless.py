@@ -240,12 +240,15 @@ def test_the_closing_line_of_a_failed_run_names_no_finding_but_its_cause(
 
 @pytest.mark.parametrize(
     ("is_script", "told"),
-    [(False, "120 steps, 7,680 samples"), (True, "120 steps since then, 7,680 samples in all")],
+    [(False, "120 steps, 11,520 samples"), (True, "120 steps since then, 11,520 samples in all")],
 )
 def test_the_closing_line_names_the_restarts_after_which_a_script_counts_anew(is_script: bool, told: str) -> None:
     state = trained(limit=not is_script)
     for attempt in (1, 2):
         state.apply(Finding(time=state.time, kind="restarted", severity="info", message=f"attempt {attempt} ended"))
+    for rank in (0, 1):
+        for steps in (120, 120):  # the second time they begin again at 1
+            state.apply(Step(time=state.time, rank=rank, step=steps, epoch=1, steps=steps, samples=960, loss=1.0))
     state.apply(RunEnded(time=state.time, status="finished", exit_code=0))
     assert paint(status_line(state), colour=False).endswith(f" after 2 restarts, {told}")
 

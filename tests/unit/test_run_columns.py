@@ -78,6 +78,8 @@ def test_the_cause_of_a_failed_run_names_its_rank_and_host_once(values: dict[str
     ("text", "message"),
     [
         ("los<2", "filter 'los<2': no column 'los'; did you mean 'loss'?"),
+        ("state:failled", "filter 'state:failled': no state is 'failled'; did you mean 'failed'?"),
+        ("!state=fail", "filter 'state=fail': no state is 'fail'; did you mean 'failed'?"),
         ("note<3", "filter 'note<3': note is text; write note:part or note=whole"),
         ("loss<low", "filter 'loss<low': expected a number, such as loss>5"),
         ("step:many", "filter 'step:many': expected numbers or ranges, such as step:0-7,12"),

@@ -85,22 +85,13 @@ def recorded(
 
 @pytest.mark.parametrize("counts_anew", [False, True])
 def test_losses_of_a_script_that_was_started_again_belong_to_no_step(counts_anew: bool) -> None:
-    runs = [recorded("a"), dataclasses.replace(recorded("b"), counts_anew=counts_anew)]
+    again = recorded("b")
+    runs = [recorded("a"), dataclasses.replace(again, report=replace(again.report, counts_anew=counts_anew))]
     conditions = [parse_condition(each) for each in ("loss@300>+1", "loss>+1", "loss_by_samples>+1", "step_ms>+50%")]
     comparison = check_limits(compare(runs, loss_steps=[300]), runs, conditions)
     told = [(limit.exceeded, limit.text.partition(" is not known of ")[2]) for limit in comparison.limits]
     unknown = (None, "b: its script was started again, and each start counts its steps from 1")
     assert told == [unknown if counts_anew else (False, "")] * 3 + [(False, "")]
-
-
-def test_steps_that_begin_again_are_noticed_whatever_else_repeats() -> None:
-    blocks = StepBlocks()
-    steps = [(0, 1), (1, 1), (0, 2), (1, 2), (0, 2), (0, 3)]
-    for rank, number in steps:
-        blocks.apply(Step(time=BEGIN, rank=rank, step=number, epoch=1, steps=1, samples=1, loss=1.0))
-    assert blocks.begun_again is False, "a rank that goes on from a checkpoint repeats steps"
-    blocks.apply(Step(time=BEGIN, rank=1, step=1, epoch=1, steps=1, samples=1, loss=1.0))
-    assert blocks.begun_again is True
 
 
 def test_a_mean_loss_is_not_called_that_of_a_step() -> None:

@@ -25,7 +25,7 @@ from gputrain_tui.history.status_file import write_status
 from gputrain_tui.lifecycle.remote_nodes import RemoteNode, write_remote_node
 from gputrain_tui.report.load_report import previous_run, read_run_record, recipe_changes, run_facts
 from gputrain_tui.report.run_charts import run_charts
-from gputrain_tui.report.run_report import RunReport, past_findings, run_report, verdict
+from gputrain_tui.report.run_report import RunFacts, RunReport, past_findings, run_report, verdict
 from gputrain_tui.report.step_blocks import StepBlocks
 from gputrain_tui.state import RunState
 from gputrain_tui.state.rank_state import KEPT
@@ -100,9 +100,22 @@ def test_the_verdict_is_failure_then_finding_then_largest_part(name: str) -> Non
     events, status, kind, text = VERDICTS[name]
     state = RunState(world_size=2)
     state.apply_all(events)
-    found = verdict(state, status)
+    found = verdict(state, facts(status))
     assert found.kind == kind
     assert found.text.startswith(text)
+
+
+def facts(status: str, **more: Any) -> RunFacts:
+    return RunFacts(id="a", recipe="r", state=status, run_dir="/r", **more)
+
+
+def test_a_failure_that_a_full_disk_left_out_of_the_record_is_the_verdict_by_the_status() -> None:
+    state = RunState(world_size=2)
+    state.apply_all([step(1), finding("record_incomplete", 5), finding("checkpoint_lost", 6, severity="critical")])
+    assert verdict(state, facts("running")).kind == "checkpoint_lost"
+    message = "trained, but the last checkpoint is step 2; that of step 9 was not kept: No space left on device"
+    found = verdict(state, facts("failed", message=message, failed_rank=0, failed_host="h2"))
+    assert (found.kind, found.text, found.rank, found.host, found.is_problem) == ("failure", message, 0, "h2", True)
 
 
 def test_a_finding_has_the_time_at_which_it_was_raised_first_and_at_which_it_was_cleared() -> None:
@@ -148,7 +161,7 @@ def test_a_finding_of_a_rank_that_the_run_no_longer_has_does_not_stand() -> None
     state.apply_all([step(1), step(1, rank=1), finding("straggler", 5, rank=1)])
     assert [each.cleared for each in past_findings(state)] == [None]
     state.apply_all([finding("imbalance", 8), World(time=BEGIN + 9, world_size=1)])
-    assert verdict(state, "running").kind == "imbalance"
+    assert verdict(state, facts("running")).kind == "imbalance"
     over, stands = past_findings(state)
     assert (over.kind, over.cleared) == ("straggler", BEGIN + 8)
     assert (stands.kind, stands.cleared) == ("imbalance", None)

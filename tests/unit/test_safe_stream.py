@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from gputrain_tui.headless import safe_stream
-from gputrain_tui.headless.foreground import JsonStream, conclude
+from gputrain_tui.headless.foreground import JsonStream, conclude, exit_code_with
 from gputrain_tui.headless.safe_stream import MAX_BACKLOG_BYTES, SafeStream
 from gputrain_tui.history.run_folders import Run, create
 from gputrain_tui.history.status_file import write_status
@@ -109,6 +109,22 @@ def test_a_full_disk_is_kept_as_an_error_and_raises_nothing() -> None:
         out.close(is_interrupted=lambda: False)
         assert out.error is not None
         assert out.error.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "expected"),
+    [
+        (0, None, 0),
+        (0, OSError(errno.ENOSPC, "No space left on device"), 1),
+        (0, BrokenPipeError(), 0),
+        (130, OSError(errno.EIO, "Input/output error"), 130),
+        (3, OSError(errno.ENOSPC, "No space left on device"), 3),
+    ],
+)
+def test_a_run_whose_output_could_not_be_written_has_not_ended_with_0(
+    code: int, error: OSError | None, expected: int
+) -> None:
+    assert exit_code_with(code, error) == expected
 
 
 def test_the_lines_of_a_file_keep_their_order_where_its_clock_was_set_back(run: Run, pipe: tuple[int, int]) -> None:

@@ -177,6 +177,7 @@ class Loop:
             first_update=self.updates,
             last_update=last_update(self.options, self.data.train, updates=self.updates) if self.updates else 0,
             parameters=sum(parameter.numel() for parameter in self.parameters),
+            best=self.best,
         )
         self.ctx.set_state("training")
         self.model.train()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainer.contract import record
 from trainer.contract.options import Training
 from trainer.distributed.host_copies import HostCopy, begin_copy, host_copies
+from trainer.engine.end_conditions import Best
 from trainer.engine.evaluation import Evaluation
 from trainer.engine.worker_context import WorkerContext
 from trainer.telemetry import desync
@@ -28,6 +29,7 @@ def announce(
     first_update: int,
     last_update: int,
     parameters: int,
+    best: Best,
 ) -> None:
     """Record the training plan; rank 0 only."""
     if ctx.rank != 0:
@@ -44,6 +46,10 @@ def announce(
             last_update=last_update,
             parameters=parameters,
             loss_unit=ctx.loss_unit,
+            best_metric=best.metric,
+            best_is_highest=best.maximize,
+            best_value=best.value,
+            best_step=best.step,
             tf32=ctx.tf32,
         )
     )

@@ -239,7 +239,7 @@ class RunHeader(ClockPanel):
 def heading(live: LiveRun) -> RunHeading:
     """Return the content of a run's header."""
     state = live.state
-    validation = state.last_validation()
+    validation = state.validations.newest()
     return RunHeading(
         status=live.status,
         name=state.recipe or live.run.status.recipe,
@@ -250,7 +250,7 @@ def heading(live: LiveRun) -> RunHeading:
         total=state.updates_total,
         max_epochs=state.max_epochs,
         valid_loss=validation.loss if validation is not None else None,
-        tested=state.last_test(),
+        tested=state.validations.newest_test(),
         elapsed_s=live.elapsed_s,
         eta_s=state.eta_s,
         standstill=live.standstill,

@@ -168,8 +168,10 @@ class Archive:
         return msgspec.json.encode(plan)
 
     def _status(self, events: EventFilter) -> Status:
-        """Return the status without its supervisor: on another machine that process id belongs to another process."""
-        status = msgspec.structs.replace(self._run.status, supervisor=None, inode=None, archived=time.time())
+        """Return the status without this machine's processes and folders, which another machine has not."""
+        status = msgspec.structs.replace(
+            self._run.status, supervisor=None, inode=None, workdir="", archived=time.time()
+        )
         return events.status(status)
 
     def _node(self, name: str, events: EventFilter) -> bytes:

@@ -7,17 +7,22 @@ from collections.abc import Iterator, Sequence
 from gputrain_tui.history.export.steps import GOING, MAX_GAPS, RankExtent
 from gputrain_tui.history.record_tail import last_step
 from gputrain_tui.history.run_folders import Run
+from gputrain_tui.state.counted_anew import counts_anew
 
 MAX_LINES = 8
 """Maximum number of lines about ranks; a thousand of them would scroll everything else away."""
 
 
 def summary(extents: Sequence[RankExtent]) -> str:
-    """Return a line about the exported steps: ``600 steps of 2 ranks, 1 to 300``."""
+    """Return a line about the exported steps: ``600 steps of 2 ranks, 1 to 300``, with what is repeated in them."""
     whole = [extent for extent in extents if extent.steps]
     first = min(extent.first or 0 for extent in whole)
     last = max(extent.last or 0 for extent in whole)
-    return f"{_count(sum(extent.steps for extent in whole), 'step')} of {_count(len(whole), 'rank')}, {first} to {last}"
+    text = f"{_count(sum(extent.steps for extent in whole), 'step')} of {_count(len(whole), 'rank')}, {first} to {last}"
+    if counts_anew((each.beginnings for each in whole), is_task=any(each.is_task for each in whole)):
+        return f"{text} in its last start; each start of the script counts from 1 and is an attempt of its own"
+    attempts = max(extent.attempts for extent in whole)
+    return f"{text} in {attempts} attempts, which repeat steps" if attempts > 1 else text
 
 
 def shortcomings(run: Run, extents: Sequence[RankExtent] = ()) -> list[str]:

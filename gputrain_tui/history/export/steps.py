@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from gputrain_tui.history.follow import AppendedFile, by_rank
 from gputrain_tui.history.run_folders import Run
+from gputrain_tui.state.counted_anew import begins_at_1
 from trainer.contract.record import (
     AnyEvent,
     Lost,
@@ -67,6 +68,10 @@ class RankExtent:
     last: int | None = None
     """Last step, of the last attempt."""
     attempts: int = 1
+    beginnings: int = 0
+    """How often the steps began at 1."""
+    is_task: bool = False
+    """Whether a training plan is recorded, as of a task."""
     missing: int = 0
     """Steps that are not in the record although later ones are."""
     gaps: list[tuple[int, int]] = field(default_factory=list)
@@ -92,6 +97,7 @@ class RankExtent:
             self._has_joined = True
         elif type(event) is TrainingPlan:
             self._next = event.first_update + 1
+            self.is_task = True
         elif type(event) is Lost:
             self.lost_events += event.events
 
@@ -108,6 +114,7 @@ class RankExtent:
             if len(self.gaps) < MAX_GAPS:
                 self.gaps.append((self._next, first - 1))
         self._next = event.step + 1
+        self.beginnings += begins_at_1(event)
         self.steps += count
         self.first = first if self.first is None else self.first
         self.last = event.step

@@ -13,6 +13,7 @@ import msgspec
 
 from gputrain_tui.history.plan_file import read_job
 from gputrain_tui.plan.planner import with_rendezvous
+from trainer.contract.errors import RequestError
 from trainer.contract.record import write_atomically
 from trainer.host.ports import free_port
 
@@ -213,3 +214,17 @@ def refresh(run: Run) -> Run:
     from gputrain_tui.lifecycle.launchers import slurm_submission
 
     return slurm_submission.refresh(run)
+
+
+def has_job(run: Run) -> bool:
+    """Whether a scheduler has a job with the supervisor of a run that is not over, or does not answer."""
+    job = read_job(run.dir)
+    if job is None or not job.batch:
+        return False
+    from gputrain_tui.hosts import slurm_commands
+
+    try:
+        now = slurm_commands.job(job.number)
+    except RequestError:
+        return True
+    return now is not None and not now.is_over

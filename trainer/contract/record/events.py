@@ -114,6 +114,14 @@ class TrainingPlan(Event, kw_only=True, tag="training_plan"):
     """Trainable parameters of the model."""
     loss_unit: str = ""
     """Unit of the task's loss, such as ``nats``; empty: none is known."""
+    best_metric: str = "loss"
+    """Metric of the validations by which the best one is chosen."""
+    best_is_highest: bool = False
+    """Whether a higher value of it is better."""
+    best_value: FiniteFloat | None = None
+    """That of the best validation before this start, when it resumes; absent without one."""
+    best_step: Count = 0
+    """Its step."""
     tf32: bool | None = None
     """Whether a GPU rounds products of 32-bit floats to TF32; absent on CPUs."""
 
