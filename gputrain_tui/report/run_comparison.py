@@ -34,11 +34,17 @@ class RecordedRun:
     blocks: StepBlocks
     undisturbed: StepBlocks
     """The same steps without their waits for a core."""
+    nan_since: int | None = None
+    """Step from which its loss is NaN or infinite; None where it is not."""
 
     @property
     def counts_anew(self) -> bool:
         """Whether a script was started again, so that none of its losses has its step."""
         return self.report.counts_anew
+
+    def has_loss_at(self, step: int | None) -> bool:
+        """Whether its loss at a step is a number, as far as it is known to be none; None: at its end."""
+        return self.nan_since is None or (step is not None and step < self.nan_since)
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +108,8 @@ class RunComparison(msgspec.Struct, frozen=True, kw_only=True):
     """Of torch, driver and so on, on all hosts of a run; of runs whose record has them."""
     incomparable: tuple[str, ...] = ()
     """Why the speed of the runs cannot be compared: other hardware or ranks, or no steps."""
+    nan_since: tuple[int | None, ...] = ()
+    """Of each of ``runs`` the step from which its loss is NaN or infinite; None where it is not."""
     figures: tuple[FigureComparison, ...] = ()
     limits: tuple[Limit, ...] = ()
 
@@ -190,7 +198,7 @@ def compare(
             figures.append(losses(name, runs, [run.blocks.step_after(amount, of) for run in runs]))
     figures += [losses(f"loss@{step}", runs, [step] * len(runs)) for step in sorted({*loss_steps})]
     figures.append(_single("valid", "", runs, _valid, relative=False))
-    if len({run.report.best_valid and run.report.best_valid.metric for run in runs}) == 1:
+    if len({run.report.best_valid.metric for run in runs if run.report.best_valid is not None}) == 1:
         figures.append(_single("best_valid", "", runs, _best_valid, relative=False))
     figures.append(_single("peak_memory", "bytes", runs, _peak_memory, relative=True))
     for name in dict.fromkeys(name for run in runs for name in run.report.metrics):
@@ -201,6 +209,7 @@ def compare(
         recipe=tuple(recipe),
         versions=tuple(_versions([run.report for run in runs])),
         incomparable=tuple(incomparable([run.report for run in runs])),
+        nan_since=tuple(run.nan_since for run in runs),
         figures=known,
     )
 
@@ -295,7 +304,10 @@ def _losses(name: str, runs: Sequence[RecordedRun], steps: Sequence[int], *, int
     """Compare the losses around a step of each run, each the mean of the blocks near it."""
     same = steps[0] if len({*steps}) == 1 else None
     window = {} if same is None else _common_steps(runs)
-    near = [[] if run.counts_anew else run.blocks.around(step, **window) for run, step in zip(runs, steps, strict=True)]
+    near = [
+        run.blocks.around(step, **window) if not run.counts_anew and run.has_loss_at(step) else []
+        for run, step in zip(runs, steps, strict=True)
+    ]
     values = [block_sums(each, block_loss, block_loss_steps) for each in near]
     changes = tuple(_difference(values[0], other, relative=False, intervals=intervals) for other in values[1:])
     unit = next((run.report.loss_unit for run in runs if run.report.loss_unit), "")

@@ -147,7 +147,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     ended: float | None = None
     duration_s: float | None = None
     """Until now, or the end."""
-    step: int = 0
+    step: int | None = None
     counts_anew: bool = False
     """Whether a script was started again, which counts its steps from 1 each time: ``step`` is of its last start, the
     steps of ``ranks`` are of all starts."""
@@ -216,7 +216,7 @@ def run_report(state: RunState, facts: RunFacts) -> RunReport:
     figures = state.figures
     return RunReport(
         **msgspec.structs.asdict(facts),
-        step=figures.step,
+        step=figures.step or None,
         counts_anew=state.counts_anew,
         epoch=figures.epoch,
         world_size=state.world_size,

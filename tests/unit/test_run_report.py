@@ -105,6 +105,10 @@ def test_the_verdict_is_failure_then_finding_then_largest_part(name: str) -> Non
     assert found.text.startswith(text)
 
 
+def test_a_run_without_a_step_has_none_in_its_report_as_in_the_list() -> None:
+    assert run_report(RunState(world_size=2), facts("failed")).step is None
+
+
 def facts(status: str, **more: Any) -> RunFacts:
     return RunFacts(id="a", recipe="r", state=status, run_dir="/r", **more)
 
