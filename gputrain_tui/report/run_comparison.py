@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from gputrain_tui.history.comparison import DifferingValues
 from gputrain_tui.history.run_columns import METRIC
-from gputrain_tui.report.run_report import RunReport
+from gputrain_tui.report.report_fields import RunReport
 from gputrain_tui.report.step_blocks import (
     BlockSum,
     Interval,
@@ -53,6 +53,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     before: float | None
     """Of the first run."""
     now: float | None
+    """Of the run that is compared; null if it is not known."""
     change: float | None = None
     """Relative, 0.05 for 5 % more; for a loss absolute. None where one of both is not known."""
     interval: Interval | None = None
@@ -70,8 +71,11 @@ class FigureComparison(msgspec.Struct, frozen=True, kw_only=True):
     """A figure of all runs."""
 
     name: str
+    """As in a condition, such as ``step_ms``."""
     unit: str
+    """Empty where it has none."""
     relative: bool
+    """Whether changes are relative, 0.05 for 5 % more."""
     differences: tuple[Difference, ...]
     """One for each run after the first."""
     step: int | None = None
@@ -82,7 +86,9 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
     """A condition of ``--fail-on``, checked."""
 
     condition: str
+    """As it was given."""
     run: str
+    """The run that it was checked on."""
     exceeded: bool | None
     """None: it cannot be checked, as a figure is not known or no interval."""
     decided: bool = True
@@ -102,6 +108,7 @@ class RunComparison(msgspec.Struct, frozen=True, kw_only=True):
     rounds: tuple[tuple[str, ...], ...] = ()
     """Runs that were made in turns, the oldest round first; differences are then means over the rounds."""
     recipe: tuple[DifferingValues, ...] = ()
+    """Keys of the recipes that differ."""
     recipe_unknown: str = ""
     """Why the recipes are not compared; empty where they are."""
     versions: tuple[DifferingValues, ...] = ()
@@ -111,7 +118,9 @@ class RunComparison(msgspec.Struct, frozen=True, kw_only=True):
     nan_since: tuple[int | None, ...] = ()
     """Of each of ``runs`` the step from which its loss is NaN or infinite; None where it is not."""
     figures: tuple[FigureComparison, ...] = ()
+    """Those that are known of any run."""
     limits: tuple[Limit, ...] = ()
+    """The conditions of ``--fail-on``, checked on each run after the first."""
 
 
 @dataclass(frozen=True)

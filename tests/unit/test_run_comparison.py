@@ -19,6 +19,14 @@ from gputrain_tui.headless.comparison_text import comparison_lines
 from gputrain_tui.history.comparison import DifferingValues
 from gputrain_tui.report.comparison_in_turns import compare_in_turns, mean_interval, student_t_975
 from gputrain_tui.report.comparison_limits import check_limits, check_limits_in_turns, parse_condition
+from gputrain_tui.report.report_fields import (
+    FindingReport,
+    HostHardware,
+    RankSummary,
+    RunReport,
+    ValidationReport,
+    Verdict,
+)
 from gputrain_tui.report.run_comparison import (
     RecordedRun,
     RunComparison,
@@ -26,14 +34,6 @@ from gputrain_tui.report.run_comparison import (
     compare,
     figure_title,
     incomparable,
-)
-from gputrain_tui.report.run_report import (
-    FindingReport,
-    HostHardware,
-    RankSummary,
-    RunReport,
-    ValidationReport,
-    Verdict,
 )
 from gputrain_tui.report.step_blocks import (
     MIN_BLOCKS,
