@@ -19,9 +19,10 @@ from gputrain_tui.report.comparison_in_turns import MIN_ROUNDS, compare_in_turns
 from gputrain_tui.report.comparison_limits import check_limits, check_limits_in_turns, parse_condition
 from gputrain_tui.report.comparison_page import comparison_page
 from gputrain_tui.report.load_report import read_run_record, recipe_differences, run_facts, runs_in_turns
-from gputrain_tui.report.run_comparison import RecordedRun, RunComparison, compare
+from gputrain_tui.report.run_comparison import Limit, RecordedRun, RunComparison, compare
 from gputrain_tui.report.run_report import run_report
 from gputrain_tui.report.step_blocks import StepBlocks, without_core_waits
+from gputrain_tui.state.non_finite_loss import nan_since
 from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.record import Step
 
@@ -92,14 +93,20 @@ def run(args: Namespace) -> int:
     if comparison.incomparable and not args.anyway:
         print_message(f"the runs cannot be compared: {'; '.join(comparison.incomparable)}; --anyway compares them")
         return ExitCode.BAD_REQUEST
-    for limit in comparison.limits:
-        if limit.exceeded is not False or not limit.decided:
-            how = {True: "exceeds", False: "may exceed", None: "cannot be checked by"}[limit.exceeded]
-            print_message(f"{limit.run} {how} {limit.condition}: {limit.text}")
+    told = [_limit_message(limit) for limit in comparison.limits if limit.exceeded is not False or not limit.decided]
+    for line in dict.fromkeys(told):
+        print_message(line)
     results = [limit.exceeded for limit in comparison.limits]
     if True in results or (args.strict and not all(limit.decided for limit in comparison.limits)):
         return ExitCode.FAILED
     return ExitCode.BAD_REQUEST if None in results else ExitCode.FINISHED
+
+
+def _limit_message(limit: Limit) -> str:
+    """Return the line about a limit that is exceeded, or not decided; the text names the run that lacks a figure."""
+    if limit.exceeded is None:
+        return f"{limit.condition} cannot be checked: {limit.text}"
+    return f"{limit.run} {'exceeds' if limit.exceeded else 'may exceed'} {limit.condition}: {limit.text}"
 
 
 def _recorded(run: Run) -> RecordedRun:
@@ -111,7 +118,8 @@ def _recorded(run: Run) -> RecordedRun:
 
     with closing(read_run_record(run, on_step=apply)) as live:
         report = run_report(live.state, run_facts(live))
-    return RecordedRun(report=report, blocks=blocks, undisturbed=undisturbed)
+        since = nan_since(live.state.root_cause, live.state.findings.values())
+    return RecordedRun(report=report, blocks=blocks, undisturbed=undisturbed, nan_since=since)
 
 
 def _recipe_values(runs: Sequence[Run]) -> tuple[list[DifferingValues], str]:

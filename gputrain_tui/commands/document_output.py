@@ -14,6 +14,7 @@ import msgspec
 from gputrain_tui.headless.foreground import use_colour
 from gputrain_tui.headless.progress import Piece, paint
 from gputrain_tui.output import print_json, print_message, print_styled
+from gputrain_tui.report.field_docs import described_schema
 from trainer.contract.errors import ExitCode
 from trainer.contract.output_file import OutputError, output_file, require_place
 
@@ -40,7 +41,7 @@ def require_output(args: Namespace) -> None:
 
 def write_schema(args: Namespace, kind: type[msgspec.Struct]) -> int:
     """Write the JSON Schema of what ``--json`` prints; return the exit code."""
-    return _write(args, msgspec.json.encode(msgspec.json.schema(kind)).decode())
+    return _write(args, msgspec.json.encode(described_schema(kind)).decode())
 
 
 def write_document(

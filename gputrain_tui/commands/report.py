@@ -12,8 +12,9 @@ from gputrain_tui.headless.report_text import report_lines
 from gputrain_tui.history.run_folders import find
 from gputrain_tui.report.load_report import read_run_record, run_facts
 from gputrain_tui.report.page import report_page
+from gputrain_tui.report.report_fields import RunReport
 from gputrain_tui.report.run_charts import run_charts
-from gputrain_tui.report.run_report import RunReport, run_report
+from gputrain_tui.report.run_report import run_report
 from gputrain_tui.report.step_blocks import StepBlocks
 
 PAGE_CELLS = 100

@@ -27,6 +27,7 @@ THROTTLE_NAMES = {
 }
 """Throttle reasons of the samples as words of a sentence."""
 
+WHERE = "while it runs, `gputrain stacks`, or K on a rank's page in the console, shows where"
 DEVICE = "compare its device, its input sizes and other processes there with those of the other ranks; "
 FORWARD = DEVICE + "code that only this rank runs is a common cause. If its time grows with its samples, "
 BACKWARD = DEVICE + "hooks that only this rank runs are a common cause. If its time grows with its samples, "
@@ -39,7 +40,7 @@ ADVICE = {
     "backward": BACKWARD + "batch_size = balanced makes up for it",
     "optimizer": "look for work that only this rank does after a step: logging, saving, clipping",
     "other": "look for work that only this rank does there: reading data without a DataLoader, logging, metrics, "
-    "saving; in the console (gputrain attach), K on the rank's page shows where",
+    f"saving; {WHERE}",
     "garbage_collection": "collect on all ranks at the same step (gc.disable, then gc.collect every few hundred "
     "steps) and call gc.freeze before training",
     "cpu_steal": "the host is overcommitted: move this node to another host, or ask for dedicated cores",
@@ -57,11 +58,11 @@ ADVICE = {
     "suspect the device itself or another job on it",
     "input_bound": "use more loader workers (num_workers), cheaper preprocessing or a faster disk; the "
     "ranks wait for data before every step",
-    "outside_torch": "in the console (gputrain attach), K on a rank's page shows where; metrics, "
-    "logging, saving and .item() in every step are common causes: do them every few steps",
+    "outside_torch": f"{WHERE}; metrics, logging, saving and .item() in every step are common causes: do them every "
+    "few steps",
     "outside_torch_data": "the data of this script comes from no DataLoader, so reading it counts there: a DataLoader "
-    "with num_workers reads ahead; otherwise metrics, logging, saving and .item() in every step are common causes. In "
-    "the console (gputrain attach), K on a rank's page shows where",
+    "with num_workers reads ahead; otherwise metrics, logging, saving and .item() in every step are common causes; "
+    f"{WHERE}",
     "communication_bound": "synchronise less often (update_freq), use larger buckets (bucket_cap_mb), send bf16 "
     "gradients (ddp_comm_hook = bf16), and check that the fastest network interface is used",
     "communication_bound_groups": "synchronise less often (gradient accumulation), send bf16 (MixedPrecisionPolicy), "

@@ -32,11 +32,18 @@ def comparison_lines(comparison: RunComparison) -> list[list[Piece]]:
             changed = [[("  the recipes are not compared  ", "alarm"), (comparison.recipe_unknown, "")]]
         lines += changed or [[("  the same recipe", "dim")]]
         lines += _changes(comparison.versions, index)
+        lines += _nan_lines(comparison, index)
         lines += [[("  means over the steps after the first tenth", "dim")], [], *_figures(comparison, index), []]
     for limit in comparison.limits:
         style = "" if limit.exceeded is False else "alarm"
         lines.append([(f"{limit_result(limit):<10}", style), (f"{limit.condition}: {limit.text}", style)])
     return lines if comparison.limits else lines[:-1]
+
+
+def _nan_lines(comparison: RunComparison, index: int) -> list[list[Piece]]:
+    """Return a line for each of both runs whose loss is NaN or infinite."""
+    both = [(comparison.runs[at], comparison.nan_since[at]) for at in (0, index + 1) if comparison.nan_since]
+    return [[("  no loss  ", "alarm"), (f"NaN or infinite since step {at:,} in {run}", "")] for run, at in both if at]
 
 
 def _changes(values: Sequence[DifferingValues], index: int) -> list[list[Piece]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gputrain_tui.headless.closing_report import MAX_LINES, failure_block, result_lines, status_line
 from gputrain_tui.headless.number_text import number, percent
 from gputrain_tui.headless.progress import Piece, fitted, wrapped
-from gputrain_tui.report.run_report import FindingReport, HostHardware, RunReport, SavedCheckpoint
+from gputrain_tui.report.report_fields import FindingReport, HostHardware, RunReport, SavedCheckpoint
 from gputrain_tui.state import RunState
 from gputrain_tui.state.figures import DDP, GroupFigures, members_text, operations_text
 from gputrain_tui.state.finding_text import urgency

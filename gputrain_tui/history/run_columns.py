@@ -62,7 +62,8 @@ BEST = "best_valid"
 
 
 def _best_value(entry: Entry) -> Value:
-    return entry[BEST] and entry[BEST]["value"]
+    best = entry[BEST]
+    return None if best is None else float(best["value"])
 
 
 def best_cell(entry: Entry) -> str:

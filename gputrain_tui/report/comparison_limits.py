@@ -49,6 +49,8 @@ class Condition:
     finding: str = ""
 
 
+ENDING_LOSSES = (*STEP_LOSSES, "valid")
+"""Losses that a run which ended in NaN does not have, whatever they were before; its best validation it has."""
 PATTERN = re.compile(
     rf"(?:(?P<metric>{METRIC}.+?)|(?P<name>[a-z_]+)(?:@(?P<at>\d+))?)"
     r"\s*(?P<sign>[<>])\s*(?P<limit>[+-]?\d+(?:\.\d+)?)\s*(?P<percent>%?)"
@@ -125,6 +127,8 @@ def _checked(condition: Condition, figures: Sequence[FigureComparison], index: i
     if condition.name == "finding":
         return _finding_limit(condition, rounds)
     name = condition.name if condition.at is None else f"{condition.name}@{condition.at}"
+    if condition.name in ENDING_LOSSES and (limit := _nan_limit(condition, rounds)) is not None:
+        return limit
     found = next((each for each in figures if each.name == name), None)
     difference = None if found is None else found.differences[index]
     if found is None or difference is None or difference.change is None:
@@ -158,6 +162,25 @@ def _checked(condition: Condition, figures: Sequence[FigureComparison], index: i
     return Limit(condition=condition.text, run=run.id, exceeded=True, text=f"{name} {shown}{blamed}")
 
 
+def _nan_limit(condition: Condition, rounds: Sequence[Pair]) -> Limit | None:
+    """Return the limit on a loss where that of a run is NaN or infinite: beyond any limit; None where all are numbers.
+
+    Only the run whose loss it is exceeds the limit: against one that ended so any number is within it, but over rounds
+    no mean is known.
+    """
+    without = [[run for run in runs if not run.has_loss_at(condition.at)] for runs in zip(*rounds, strict=True)]
+    if not any(without):
+        return None
+    told = (
+        f"the loss of {run.report.id} is NaN or infinite since step {run.nan_since:,}"
+        for runs in without
+        for run in runs
+    )
+    text = "; ".join(dict.fromkeys(told))
+    exceeded = True if not without[0] else None if without[1] or len(rounds) > 1 else False
+    return Limit(condition=condition.text, run=rounds[-1][1].report.id, exceeded=exceeded, text=text)
+
+
 def _exceeds(condition: Condition, change: float, interval: Interval | None) -> bool | None:
     """Whether a change is beyond the limit, with its whole interval where it has one; None: only a part of it is."""
     ends = {(end - condition.limit) * condition.sign > 0 for end in interval or (change,)}
@@ -178,7 +201,7 @@ def _undecided(condition: Condition, difference: Difference, rounds: Sequence[Pa
     distance = abs(difference.change - condition.limit)
     width = max(abs(end - difference.change) for end in difference.interval)
     what = "steps" if len(rounds) == 1 else "rounds"
-    count = min(run.report.step for run in rounds[0]) if what == "steps" else len(rounds)
+    count = min(run.report.step or 0 for run in rounds[0]) if what == "steps" else len(rounds)
     times = (width / distance) ** 2 if distance else inf
     needed = f"about {float(f'{times * count:.2g}'):,.0f} {what}" if times < 100 else f"over 100 times as many {what}"
     return f"cannot be told at this noise; it would take {needed}"

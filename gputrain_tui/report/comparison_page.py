@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from gputrain_tui.report.page import json_text, page_html
+from gputrain_tui.report.report_fields import StepPart
 from gputrain_tui.report.run_comparison import (
     RecordedRun,
     RunComparison,
@@ -17,7 +18,6 @@ from gputrain_tui.report.run_comparison import (
     figure_title,
     limit_result,
 )
-from gputrain_tui.report.run_report import StepPart
 from gputrain_tui.report.step_blocks import StepBlocks
 from gputrain_tui.state.figures import mean_step_ms, samples_per_s
 

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.report.load_report import read_run_record, run_facts
 from gputrain_tui.report.page import page_data
+from gputrain_tui.report.report_fields import RunReport
 from gputrain_tui.report.run_charts import run_charts
-from gputrain_tui.report.run_report import RunReport, run_report
+from gputrain_tui.report.run_report import run_report
 from gputrain_tui.report.step_blocks import StepBlocks
 
 INTERVAL_S = 1.25

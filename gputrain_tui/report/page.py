@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from gputrain_tui.report.report_fields import RunReport
 from gputrain_tui.report.run_charts import RunCharts
-from gputrain_tui.report.run_report import RunReport
 
 FILES = Path(__file__).with_name("page_files")
 

@@ -11,7 +11,8 @@ import msgspec
 from gputrain_tui.history.hardware_series import HardwareSeries
 from gputrain_tui.history.metric_curves import MetricCurves
 from gputrain_tui.history.series import BAND_METRICS, Metric, Series
-from gputrain_tui.report.run_report import StepPart, step_parts
+from gputrain_tui.report.report_fields import StepPart
+from gputrain_tui.report.run_report import step_parts
 from gputrain_tui.report.step_blocks import MIN_BLOCKS, StepBlocks
 from gputrain_tui.state.figures import samples_per_s
 from gputrain_tui.state.totals import Totals

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from gputrain_tui.history.comparison import DifferingValues
 from gputrain_tui.history.run_columns import METRIC
-from gputrain_tui.report.run_report import RunReport
+from gputrain_tui.report.report_fields import RunReport
 from gputrain_tui.report.step_blocks import (
     BlockSum,
     Interval,
@@ -34,11 +34,17 @@ class RecordedRun:
     blocks: StepBlocks
     undisturbed: StepBlocks
     """The same steps without their waits for a core."""
+    nan_since: int | None = None
+    """Step from which its loss is NaN or infinite; None where it is not."""
 
     @property
     def counts_anew(self) -> bool:
         """Whether a script was started again, so that none of its losses has its step."""
         return self.report.counts_anew
+
+    def has_loss_at(self, step: int | None) -> bool:
+        """Whether its loss at a step is a number, as far as it is known to be none; None: at its end."""
+        return self.nan_since is None or (step is not None and step < self.nan_since)
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +53,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     before: float | None
     """Of the first run."""
     now: float | None
+    """Of the run that is compared; null if it is not known."""
     change: float | None = None
     """Relative, 0.05 for 5 % more; for a loss absolute. None where one of both is not known."""
     interval: Interval | None = None
@@ -64,8 +71,11 @@ class FigureComparison(msgspec.Struct, frozen=True, kw_only=True):
     """A figure of all runs."""
 
     name: str
+    """As in a condition, such as ``step_ms``."""
     unit: str
+    """Empty where it has none."""
     relative: bool
+    """Whether changes are relative, 0.05 for 5 % more."""
     differences: tuple[Difference, ...]
     """One for each run after the first."""
     step: int | None = None
@@ -76,7 +86,9 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
     """A condition of ``--fail-on``, checked."""
 
     condition: str
+    """As it was given."""
     run: str
+    """The run that it was checked on."""
     exceeded: bool | None
     """None: it cannot be checked, as a figure is not known or no interval."""
     decided: bool = True
@@ -96,14 +108,19 @@ class RunComparison(msgspec.Struct, frozen=True, kw_only=True):
     rounds: tuple[tuple[str, ...], ...] = ()
     """Runs that were made in turns, the oldest round first; differences are then means over the rounds."""
     recipe: tuple[DifferingValues, ...] = ()
+    """Keys of the recipes that differ."""
     recipe_unknown: str = ""
     """Why the recipes are not compared; empty where they are."""
     versions: tuple[DifferingValues, ...] = ()
     """Of torch, driver and so on, on all hosts of a run; of runs whose record has them."""
     incomparable: tuple[str, ...] = ()
     """Why the speed of the runs cannot be compared: other hardware or ranks, or no steps."""
+    nan_since: tuple[int | None, ...] = ()
+    """Of each of ``runs`` the step from which its loss is NaN or infinite; None where it is not."""
     figures: tuple[FigureComparison, ...] = ()
+    """Those that are known of any run."""
     limits: tuple[Limit, ...] = ()
+    """The conditions of ``--fail-on``, checked on each run after the first."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +207,7 @@ def compare(
             figures.append(losses(name, runs, [run.blocks.step_after(amount, of) for run in runs]))
     figures += [losses(f"loss@{step}", runs, [step] * len(runs)) for step in sorted({*loss_steps})]
     figures.append(_single("valid", "", runs, _valid, relative=False))
-    if len({run.report.best_valid and run.report.best_valid.metric for run in runs}) == 1:
+    if len({run.report.best_valid.metric for run in runs if run.report.best_valid is not None}) == 1:
         figures.append(_single("best_valid", "", runs, _best_valid, relative=False))
     figures.append(_single("peak_memory", "bytes", runs, _peak_memory, relative=True))
     for name in dict.fromkeys(name for run in runs for name in run.report.metrics):
@@ -201,6 +218,7 @@ def compare(
         recipe=tuple(recipe),
         versions=tuple(_versions([run.report for run in runs])),
         incomparable=tuple(incomparable([run.report for run in runs])),
+        nan_since=tuple(run.nan_since for run in runs),
         figures=known,
     )
 
@@ -295,7 +313,10 @@ def _losses(name: str, runs: Sequence[RecordedRun], steps: Sequence[int], *, int
     """Compare the losses around a step of each run, each the mean of the blocks near it."""
     same = steps[0] if len({*steps}) == 1 else None
     window = {} if same is None else _common_steps(runs)
-    near = [[] if run.counts_anew else run.blocks.around(step, **window) for run, step in zip(runs, steps, strict=True)]
+    near = [
+        run.blocks.around(step, **window) if not run.counts_anew and run.has_loss_at(step) else []
+        for run, step in zip(runs, steps, strict=True)
+    ]
     values = [block_sums(each, block_loss, block_loss_steps) for each in near]
     changes = tuple(_difference(values[0], other, relative=False, intervals=intervals) for other in values[1:])
     unit = next((run.report.loss_unit for run in runs if run.report.loss_unit), "")

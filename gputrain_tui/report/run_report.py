@@ -8,187 +8,25 @@ from math import isfinite
 import msgspec
 
 from gputrain_tui.diagnosis.roll_up import newest_findings
+from gputrain_tui.report.report_fields import (
+    FindingReport,
+    GpuCard,
+    HostHardware,
+    RankSummary,
+    RecipeChange,
+    RunReport,
+    SavedCheckpoint,
+    StepPart,
+    ValidationReport,
+    Verdict,
+)
 from gputrain_tui.state import RankView, RunState
-from gputrain_tui.state.best_validation import BestValidation
-from gputrain_tui.state.figures import GroupFigures, mean_phase_ms, mean_share, run_groups
+from gputrain_tui.state.figures import mean_phase_ms, mean_share, run_groups
 from gputrain_tui.state.finding_text import failure_summary, failure_words
 from gputrain_tui.state.newest_metrics import newest_values
 from gputrain_tui.state.totals import PHASES, Totals
 from trainer.contract.outcome import RESTARTED
 from trainer.contract.record import NodeSample
-
-
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What limits the run, in one line."""
-
-    kind: str
-    """Kind of the finding that decides, such as ``straggler``; ``failure``; ``compute`` where nothing is found."""
-    text: str
-    is_problem: bool = False
-    """Whether it is a failure or a finding, not the largest part of a sound run's steps."""
-    rank: int | None = None
-    host: str | None = None
-    cause: str | None = None
-    advice: str | None = None
-
-
-class StepPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of the mean step."""
-
-    name: str
-    """``data`` (waiting for a batch and copying it), ``forward``, ``backward``, ``sync`` (exposed gradient
-    synchronisation), ``optimizer`` or ``other``."""
-    ms: float
-    share: float
-    """Of the step, 0 to 1."""
-
-
-class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of a rank over the whole run: those of the closing table."""
-
-    rank: int
-    host: str | None = None
-    device: str | None = None
-    outcome: str | None = None
-    steps: int = 0
-    loss: float | None = None
-    samples_per_s: float | None = None
-    step_ms: float | None = None
-    late_ms: float | None = None
-    """Time that the others wait for it a step; None where ranks do not wait for each other."""
-    parts: tuple[StepPart, ...] = ()
-    memory_peak_bytes: int | None = None
-    findings: tuple[str, ...] = ()
-    """Kinds of the findings that name it."""
-
-
-class FindingReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A finding with the time and step at which it was raised, and at which it was cleared."""
-
-    kind: str
-    severity: str
-    message: str
-    time: float
-    step: int | None = None
-    cleared: float | None = None
-    cleared_step: int | None = None
-    over_with: str | None = None
-    """The attempt that it was over with, such as ``attempt 1``; None where it stands, or is cleared otherwise."""
-    rank: int | None = None
-    host: str | None = None
-    cause: str | None = None
-    advice: str | None = None
-    evidence: dict[str, float] = msgspec.field(default_factory=dict)
-
-
-class HostHardware(msgspec.Struct, frozen=True, kw_only=True):
-    """A host as its node agent saw it last."""
-
-    host: str
-    node: int
-    cores: int | None = None
-    """Logical cores that the ranks may use."""
-    machine_cores: int | None = None
-    memory_total_bytes: int | None = None
-    gpus: tuple[GpuCard, ...] = ()
-    versions: dict[str, str] = msgspec.field(default_factory=dict)
-    """By name, such as ``torch``; empty in records of before they were kept."""
-
-
-class GpuCard(msgspec.Struct, frozen=True, kw_only=True):
-    """A GPU of a host."""
-
-    index: int
-    uuid: str
-    memory_total_bytes: int | None = None
-
-
-class ValidationReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A validation or test."""
-
-    split: str
-    step: int
-    loss: float | None
-    metrics: dict[str, float | None] = msgspec.field(default_factory=dict)
-
-
-class SavedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint of a run that is still there."""
-
-    step: int
-    path: str
-    """``HOST:PATH`` on another host, which was not asked for it."""
-    bytes: int
-    best: bool
-
-
-class RecipeChange(msgspec.Struct, frozen=True, kw_only=True):
-    """A recipe key with another value than in the run before of the same recipe."""
-
-    key: str
-    before: str
-    now: str
-
-
-class RunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A run; every figure is the one that console, closing table and ``runs --json`` show."""
-
-    schema_version: int = 1
-    """Changes when a key goes or changes its meaning, not when one is added."""
-    id: str
-    recipe: str
-    state: str
-    """``running``, ``finished``, ``failed``, ``stopped``, ``lost`` and so on."""
-    exit_code: int | None = None
-    message: str | None = None
-    failed_rank: int | None = None
-    failed_host: str | None = None
-    started: float | None = None
-    ended: float | None = None
-    duration_s: float | None = None
-    """Until now, or the end."""
-    step: int = 0
-    counts_anew: bool = False
-    """Whether a script was started again, which counts its steps from 1 each time: ``step`` is of its last start, the
-    steps of ``ranks`` are of all starts."""
-    epoch: int = 0
-    world_size: int
-    run_dir: str
-    verdict: Verdict
-    step_ms: float | None = None
-    parts: tuple[StepPart, ...] = ()
-    """Means over all ranks; their shares add up to 1 where all are measured."""
-    means_over: str = ""
-    """Steps that these means, durations and rates are over, in words."""
-    groups: tuple[GroupFigures, ...] = ()
-    """Those in which ranks wait longest first."""
-    samples_per_s: float | None = None
-    steps_per_s: float | None = None
-    tokens_per_s: float | None = None
-    mfu: float | None = None
-    ranks: tuple[RankSummary, ...] = ()
-    loss: float | None = None
-    loss_unit: str = ""
-    validations: tuple[ValidationReport, ...] = ()
-    best_valid: BestValidation | None = None
-    """The best validation, by ``train.best_metric``."""
-    metrics: dict[str, float | None] = msgspec.field(default_factory=dict)
-    """The user's own by name: the newest values, over the ranks that report them; null: not finite."""
-    findings: tuple[FindingReport, ...] = ()
-    """By the time at which each was raised."""
-    earlier_findings: bool = False
-    """Whether there were more, of which the newest are kept."""
-    attempts: tuple[str, ...] = ()
-    """How each attempt before the last one ended."""
-    hosts: tuple[HostHardware, ...] = ()
-    checkpoints: tuple[SavedCheckpoint, ...] = ()
-    """Newest first."""
-    previous_run: str | None = None
-    """Id of the run before of the same recipe; None where there is none."""
-    changes: tuple[RecipeChange, ...] = ()
-    """What its recipe had otherwise."""
-    record_gap: str | None = None
-    """Why the record is not whole; None where it is."""
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,7 +54,7 @@ def run_report(state: RunState, facts: RunFacts) -> RunReport:
     figures = state.figures
     return RunReport(
         **msgspec.structs.asdict(facts),
-        step=figures.step,
+        step=figures.step or None,
         counts_anew=state.counts_anew,
         epoch=figures.epoch,
         world_size=state.world_size,

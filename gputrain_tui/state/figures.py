@@ -67,11 +67,13 @@ class GroupFigures:
     ranks: tuple[int, ...] = ()
     """Empty where they are not known."""
     calls: float
+    """Calls in a step."""
     operations: Mapping[str, float] = field(default_factory=dict)
     """Calls by operation, the most frequent first."""
     operation_exposed_ms: Mapping[str, float] = field(default_factory=dict)
     """``exposed_ms`` by operation, where there are several."""
     bytes: float
+    """Bytes in a step: of the inputs, of an ``all_gather`` of its output."""
     exposed_ms: float | None = None
     """Time for which a rank was blocked; None: not measured."""
     share: float | None = None

@@ -457,6 +457,7 @@ def test_a_run_of_slurm_is_stopped_from_any_node_and_one_that_is_requeued_goes_o
     cluster = user.cluster
     user.run("run", "endless.toml", "--detach")
     user.await_steps()
+    waiting = cluster.start(*user.words("wait", "last"), cwd=user.folder)
     number = user.job()
     cluster.run("scontrol", "requeue", str(number))
     wait_until(lambda: cluster.job(number)["JobState"] == "PENDING", "it is in the queue again")
@@ -474,6 +475,8 @@ def test_a_run_of_slurm_is_stopped_from_any_node_and_one_that_is_requeued_goes_o
     assert re.search(r" is stopped at step \d+, saved \S+; processes left: none$", stopped.stdout.strip())
     assert user.status()["message"].startswith("stopped by `gputrain stop` at step ")
     cluster.wait(number)
+    assert waiting.wait(LIMIT_S) == 130, "the wait goes on while the job is in the queue again"
+    assert f"{user.record().name} stopped in " in (user.folder / "output").read_text()
     assert json.loads((user.record() / "slurm.json").read_text())["nodes"] == ["n3", "n2"]
     assert len(list((user.record() / "checkpoints").glob("step_*.pt"))) == 2
 

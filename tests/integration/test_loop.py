@@ -220,7 +220,7 @@ def test_a_non_finite_number_that_does_not_recur_is_reported_with_the_known_fact
     done = train(tmp_path, "--batch-size", 10, "--max-epochs", 3, "--poison", poison)
     assert done.code == 1
     (failure,) = done.events_of("failure")
-    assert failure["kind"] == "non_finite"
+    assert (failure["kind"], failure["step"]) == ("non_finite", 4)
     assert failure["message"].startswith(known)
 
 

@@ -26,7 +26,7 @@ from waiting import LIMIT_S, until
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.report import live_page, page_server
 from gputrain_tui.report.page_server import MAX_CONNECTIONS, PageServer
-from gputrain_tui.report.run_report import RunReport
+from gputrain_tui.report.report_fields import RunReport
 from trainer.contract.errors import RequestError
 
 

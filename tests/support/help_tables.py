@@ -5,13 +5,9 @@ A table stands in ``gputrain_tui/help`` between its heading and the next heading
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
-import re
 import textwrap
 from collections.abc import Iterable, Iterator
-from types import ModuleType
 from typing import Any, get_args
 
 import msgspec
@@ -21,10 +17,10 @@ from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.help_topics import FOLDER
 from gputrain_tui.recipe.json_schema import recipe_schema
 from gputrain_tui.recipe.model import ClusterOptions, NodeOptions, ReportOptions, SlurmOptions, train_options
-from trainer.contract import errors
+from gputrain_tui.report.field_docs import field_docs, prose
 from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 from trainer.contract.errors import ExitCode
-from trainer.contract.record import AnyEvent, code_stacks, collective_groups, events, machine_samples
+from trainer.contract.record import AnyEvent, collective_groups, machine_samples
 from trainer.contract.schema import Option, describe
 
 SCHEMA = FOLDER.parent / "recipe" / "recipe.schema.json"
@@ -103,34 +99,8 @@ def keys() -> str:
     return "\n\n".join(tables)
 
 
-def field_docs(module: ModuleType) -> dict[str, dict[str, str]]:
-    """Return the text below each field of the classes of a module, by class and field; empty: it has none."""
-    found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(module)).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        fields: dict[str, str] = {}
-        last = ""
-        for part in node.body:
-            if isinstance(part, ast.AnnAssign | ast.Assign):
-                target = part.target if isinstance(part, ast.AnnAssign) else part.targets[0]
-                assert isinstance(target, ast.Name)
-                last = target.id
-                fields[last] = ""
-            elif last and isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant):
-                fields[last] = prose(str(part.value.value))
-        found[node.name] = fields
-    return found
-
-
-def prose(text: str) -> str:
-    """Return a docstring as one line of Markdown."""
-    return re.sub(r"``(.+?)``", r"`\1`", " ".join(inspect.cleandoc(text).split()))
-
-
 def event_tables() -> str:
     """Return the events, each with its fields."""
-    docs = field_docs(events) | field_docs(code_stacks) | field_docs(collective_groups) | field_docs(machine_samples)
     titles: dict[type[Any], str] = {
         machine_samples.RankSample: "`ranks` of `node_sample`",
         machine_samples.GpuSample: "`gpus` of it",
@@ -139,7 +109,7 @@ def event_tables() -> str:
     }
     parts = []
     for event in (*get_args(AnyEvent), *titles):
-        fields = docs[event.__name__]
+        fields = field_docs(event)
         plain = ", ".join(f"`{name}`" for name, text in fields.items() if not text)
         rows = [(f"`{name}`", text) for name, text in fields.items() if text]
         assert event.__doc__ is not None
@@ -152,7 +122,7 @@ def event_tables() -> str:
 
 def exit_codes() -> str:
     """Return the table of exit codes."""
-    docs = field_docs(errors)["ExitCode"]
+    docs = field_docs(ExitCode)
     return table(("code", "means"), ((f"{code.value}", docs[code.name]) for code in ExitCode))
 
 

@@ -354,4 +354,5 @@ def test_advice_names_only_commands_and_keys_that_there_are(about: str) -> None:
     for name in re.findall(r"gputrain (\w+)", ADVICE[about]):
         assert name in COMMANDS
     for key in re.findall(r"\b(\w) on (?:the|a) rank's page", ADVICE[about]):
+        assert "`gputrain stacks`" in ADVICE[about], "what to type where there is no console"
         assert any(action.name == "stack" and key in action.keys for action in ACTIONS)

@@ -36,7 +36,7 @@ def test_a_script_whose_own_code_takes_most_of_a_step_is_told_so(ranks: int) -> 
     (found,) = diagnosed(RunState(world_size=ranks, history=HISTORY), other_ms=91.0, compute_ms=5.0)
     assert (found.kind, found.severity, found.rank) == ("outside_torch", "warning", None)
     assert found.message == "91 % of a step is the script's own code between optimizer and data"
-    assert "K on a rank's page shows where" in found.advice
+    assert "`gputrain stacks`, or K on a rank's page in the console, shows where" in found.advice
 
 
 def test_a_script_whose_data_comes_from_no_loader_is_told_that_reading_it_is_in_its_own_code() -> None:

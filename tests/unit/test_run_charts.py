@@ -12,8 +12,9 @@ import synthetic
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.report.load_report import read_run_record, run_facts
 from gputrain_tui.report.page import page_data, report_page
+from gputrain_tui.report.report_fields import RunReport
 from gputrain_tui.report.run_charts import COLUMNS, RunCharts, run_charts
-from gputrain_tui.report.run_report import RunReport, run_report
+from gputrain_tui.report.run_report import run_report
 from gputrain_tui.report.step_blocks import StepBlocks
 from trainer.contract.record import Step, decode_events
 

@@ -19,6 +19,14 @@ from gputrain_tui.headless.comparison_text import comparison_lines
 from gputrain_tui.history.comparison import DifferingValues
 from gputrain_tui.report.comparison_in_turns import compare_in_turns, mean_interval, student_t_975
 from gputrain_tui.report.comparison_limits import check_limits, check_limits_in_turns, parse_condition
+from gputrain_tui.report.report_fields import (
+    FindingReport,
+    HostHardware,
+    RankSummary,
+    RunReport,
+    ValidationReport,
+    Verdict,
+)
 from gputrain_tui.report.run_comparison import (
     RecordedRun,
     RunComparison,
@@ -26,14 +34,6 @@ from gputrain_tui.report.run_comparison import (
     compare,
     figure_title,
     incomparable,
-)
-from gputrain_tui.report.run_report import (
-    FindingReport,
-    HostHardware,
-    RankSummary,
-    RunReport,
-    ValidationReport,
-    Verdict,
 )
 from gputrain_tui.report.step_blocks import (
     MIN_BLOCKS,
@@ -44,8 +44,9 @@ from gputrain_tui.report.step_blocks import (
     without_core_waits,
 )
 from gputrain_tui.state.figures import mean_step_ms
+from gputrain_tui.state.non_finite_loss import nan_since
 from trainer.contract.errors import RequestError
-from trainer.contract.record import Step
+from trainer.contract.record import Failure, Finding, Step
 
 REPORT = RunReport(
     id="a", recipe="r", state="finished", world_size=2, run_dir="/r", step=100,
@@ -373,7 +374,7 @@ def test_the_command_tells_by_its_exit_code(
     assert cli.main(["compare", first, equal, "--fail-on", "loss@9000>+1"]) == 2
     out, err = capsys.readouterr()
     assert "unknown   loss@9000>+1: loss@9000 is not known" in out
-    assert "cannot be checked by" in err
+    assert "cannot be checked: " in err
     assert cli.main(["compare", first, wide]) == 2
     assert "has 2 ranks" in capsys.readouterr().err
     assert cli.main(["compare", first, wide, "--anyway"]) == 0
@@ -545,3 +546,55 @@ def test_the_command_compares_rounds_of_two_recipes(
     synthetic.run(runs, name="base", status="finished", started=BEGIN + 2999)
     assert cli.main(["compare", "base", "change", "--rounds", "3"]) == 2
     assert "follow each other; make the runs in turns" in capsys.readouterr().err
+
+
+NAN_AT_300 = dataclasses.replace(recorded("bad"), nan_since=300)
+SINCE = "the loss of bad is NaN or infinite since step 300"
+
+
+@pytest.mark.parametrize(
+    ("runs", "condition", "exceeded", "text"),
+    [
+        ((recorded("a"), NAN_AT_300), "loss>+9", True, SINCE),
+        ((recorded("a"), NAN_AT_300), "loss_by_samples>+9", True, SINCE),
+        ((recorded("a"), NAN_AT_300), "valid>+9", True, SINCE),
+        ((recorded("a"), NAN_AT_300), "loss@300>+9", True, SINCE),
+        ((recorded("a"), NAN_AT_300), "loss@200>+9", False, "loss@200 "),
+        ((NAN_AT_300, recorded("b")), "loss>+9", False, SINCE),
+        ((NAN_AT_300, NAN_AT_300), "loss>+9", None, SINCE),
+        ((recorded("a"), NAN_AT_300), "step_ms>+50%", False, "step_ms "),
+    ],
+)
+def test_a_loss_that_became_nan_is_beyond_any_limit_and_blamed_on_its_own_run(
+    runs: tuple[RecordedRun, RecordedRun], condition: str, exceeded: bool | None, text: str
+) -> None:
+    conditions = [parse_condition(condition)]
+    steps = [each.at for each in conditions if each.at is not None]
+    comparison = check_limits(compare(runs, loss_steps=steps), runs, conditions)
+    (limit,) = comparison.limits
+    assert (limit.exceeded, limit.run) == (exceeded, runs[1].report.id)
+    assert limit.text.startswith(text)
+    told = "\n".join("".join(text for text, _ in line) for line in comparison_lines(comparison))
+    assert ("no loss  NaN or infinite since step 300 in bad" in told) == (NAN_AT_300 in runs)
+
+
+def test_over_rounds_a_first_run_with_nan_leaves_no_mean() -> None:
+    rounds = [(recorded("a"), recorded("b")), (NAN_AT_300, recorded("c")), (recorded("d"), recorded("e"))]
+    comparison = check_limits_in_turns(compare_in_turns(rounds), rounds, [parse_condition("loss>+9")])
+    assert [(limit.exceeded, limit.text) for limit in comparison.limits] == [(None, SINCE)]
+
+
+@pytest.mark.parametrize(
+    ("failure", "findings", "since"),
+    [
+        (None, [], None),
+        (Failure(time=1.0, kind="non_finite", message="m", rank=0, step=4), [], 4),
+        (Failure(time=1.0, kind="exception", message="m", rank=0, step=4), [], None),
+        (None, [Finding(time=1.0, kind="non_finite", message="m", rank=0, step=13, cause="loss")], 13),
+        (None, [Finding(time=1.0, kind="straggler", message="m", rank=0, step=13)], None),
+    ],
+)
+def test_the_loss_is_nan_since_the_failure_or_the_finding(
+    failure: Failure | None, findings: list[Finding], since: int | None
+) -> None:
+    assert nan_since(failure, findings) == since

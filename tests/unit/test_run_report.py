@@ -24,8 +24,9 @@ from gputrain_tui.history.series import Series
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.lifecycle.remote_nodes import RemoteNode, write_remote_node
 from gputrain_tui.report.load_report import previous_run, read_run_record, recipe_changes, run_facts
+from gputrain_tui.report.report_fields import RunReport
 from gputrain_tui.report.run_charts import run_charts
-from gputrain_tui.report.run_report import RunFacts, RunReport, past_findings, run_report, verdict
+from gputrain_tui.report.run_report import RunFacts, past_findings, run_report, verdict
 from gputrain_tui.report.step_blocks import StepBlocks
 from gputrain_tui.state import RunState
 from gputrain_tui.state.rank_state import KEPT
@@ -103,6 +104,10 @@ def test_the_verdict_is_failure_then_finding_then_largest_part(name: str) -> Non
     found = verdict(state, facts(status))
     assert found.kind == kind
     assert found.text.startswith(text)
+
+
+def test_a_run_without_a_step_has_none_in_its_report_as_in_the_list() -> None:
+    assert run_report(RunState(world_size=2), facts("failed")).step is None
 
 
 def facts(status: str, **more: Any) -> RunFacts:

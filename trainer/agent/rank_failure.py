@@ -35,7 +35,7 @@ def failure_of(
         kind: one of ``Failure.kind``.
         rank: the rank that raised it.
         host: its machine.
-        step: optimizer steps done.
+        step: optimizer steps done; where a number is not finite, the step in which it is.
         message: one line; by default the exception's class and the first line of its message.
         defect: whether to keep the traceback; not for an error that a person can act on.
     """

@@ -27,7 +27,14 @@ AGAIN = "random numbers such as dropout differ between the two passes: lower --l
 
 
 class NonFiniteError(TrainingError):
-    """A loss, gradient or parameter is infinite or not a number."""
+    """A loss, gradient or parameter is infinite or not a number.
+
+    ``step``: in which it is, from 1; None for a test at the end.
+    """
+
+    def __init__(self, message: str, *, step: int | None = None) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +98,7 @@ class FiniteCheck:
             return loss.detach()
         if math.isfinite(value := loss.item()):
             return value
-        raise NonFiniteError(self._loss_message(step, self._locate(batch)))
+        raise NonFiniteError(self._loss_message(step, self._locate(batch)), step=step)
 
     def require_gradient(self, norm: Tensor | float, optimizer: Optimizer, *, step: int) -> Tensor | float:
         """Raise if the norm [] of the gradients, equal on all ranks, is not finite; on a GPU check it later."""
@@ -107,7 +114,7 @@ class FiniteCheck:
             return norm
         if math.isfinite(value := float(norm)):
             return value
-        raise NonFiniteError(self._gradient_message(step, self._batch))
+        raise NonFiniteError(self._gradient_message(step, self._batch), step=step)
 
     def require_count(self, count: Tensor | float, *, step: int) -> Tensor | float:
         """Raise if the items of all ranks in a step, [], are not above 0; if they are on a GPU, check it later."""
@@ -130,7 +137,8 @@ class FiniteCheck:
         if scale < least:
             raise NonFiniteError(
                 f"the loss scale is {scale:.3g}, below --min-loss-scale {least:g}, and {left_out} steps in a row were "
-                f"skipped: {self._gradient_message(step, self._batch)}"
+                f"skipped: {self._gradient_message(step, self._batch)}",
+                step=step,
             )
 
     def found_bad(self) -> bool:
@@ -152,13 +160,14 @@ class FiniteCheck:
                 raise (RequestError if kind == "items" else TrainingError)(text)
             batch = bad.batch if bad and bad.step == at else None
             if kind == "gradient":
-                raise NonFiniteError(self._gradient_message(at, batch))
+                raise NonFiniteError(self._gradient_message(at, batch), step=at)
             bad_loss = bad is not None and (bad.step, bad.kind) == (at, "loss")
-            raise NonFiniteError(self._loss_message(at, self._places(batch if bad_loss else None)))
+            raise NonFiniteError(self._loss_message(at, self._places(batch if bad_loss else None)), step=at)
         if places := [f"{where} on rank {rank}" for rank, (_, _, where) in enumerate(ranks) if where]:
             raise NonFiniteError(
                 f"non-finite model after step {step}, though every loss and gradient was finite: first in "
-                f"{'; '.join(places)}; {_remedy('parameter')}"
+                f"{'; '.join(places)}; {_remedy('parameter')}",
+                step=step,
             )
 
     def _keep_from_stepping(self, optimizer: Optimizer, overflowed: Tensor) -> None:

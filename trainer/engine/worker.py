@@ -345,7 +345,7 @@ class _Rank:
             message=printable(str(error)) if isinstance(error, RequestError) else first_line if explained else "",
             rank=self.assignment.rank,
             host=self.assignment.host,
-            step=self.step(),
+            step=error.step if isinstance(error, NonFiniteError) and error.step is not None else self.step(),
             defect=not explained,
         )
         if kind == "out_of_memory" and self.assignment.spec is not None:

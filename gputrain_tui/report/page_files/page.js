@@ -138,7 +138,7 @@ function show(data) {
   shown = data;
   WIDTH = Math.max(260, Math.min(640, document.documentElement.clientWidth - 54)); // texts keep their shape
   const { report } = data;
-  const facts = [report.state, report.duration_s === null ? "" : seconds(report.duration_s), `${number(report.step, 0)} steps`, `${report.world_size} rank${report.world_size === 1 ? "" : "s"}`, report.samples_per_s === null ? "" : `${number(report.samples_per_s)} samples/s`, report.loss === null ? "" : `loss ${number(report.loss, 4)} ${report.loss_unit}`];
+  const facts = [report.state, report.duration_s === null ? "" : seconds(report.duration_s), `${number(report.step ?? 0, 0)} steps`, `${report.world_size} rank${report.world_size === 1 ? "" : "s"}`, report.samples_per_s === null ? "" : `${number(report.samples_per_s)} samples/s`, report.loss === null ? "" : `loss ${number(report.loss, 4)} ${report.loss_unit}`];
   const ranks = report.ranks.slice(0, 1024).map((each) => String(each.rank)), hosts = [...new Set(report.ranks.map((each) => each.host).filter(Boolean))];
   const main = make("main", {},
     make("h1", {}, report.id), make("p", { class: "faint" }, facts.filter(Boolean).join(" · ")),
