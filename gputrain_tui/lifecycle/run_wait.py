@@ -11,6 +11,7 @@ from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.status_file import ENDED, RunStateName, as_recorded, state_of
 from gputrain_tui.lifecycle import launchers
 from gputrain_tui.lifecycle.leftovers import supervisors_of
+from gputrain_tui.lifecycle.polling import MAX_QUERY_INTERVAL_S, MIN_QUERY_INTERVAL_S
 from trainer.contract.errors import ExitCode
 
 UNCLEAR = ("lost", None)
@@ -20,8 +21,6 @@ Outlook = Literal["awaited", "ended", "abandoned"]
 ABANDONED_S = 3.0
 """Time after which a run without a living supervisor is abandoned: a successor or the command in the foreground may be
 starting another one."""
-MIN_QUERY_INTERVAL_S, MAX_QUERY_INTERVAL_S = 1.0, 15.0
-"""First and longest time between two queries to the scheduler of a run; it doubles, to spare the one controller."""
 
 
 def outlook(

@@ -27,7 +27,7 @@ from gputrain_tui.lifecycle import attempt_outcome, run_end
 from gputrain_tui.lifecycle.attempt import AttemptResult, failed, with_note
 from gputrain_tui.lifecycle.directory_watch import SILENT_S, SupervisorBeats, read_stop_file, write_stop_file
 from gputrain_tui.lifecycle.launchers import slurm_successor
-from gputrain_tui.lifecycle.polling import wait_until
+from gputrain_tui.lifecycle.polling import MAX_QUERY_INTERVAL_S, MIN_QUERY_INTERVAL_S, wait_until
 from gputrain_tui.lifecycle.recorded_state import recorded_state
 from gputrain_tui.lifecycle.report_sinks import report_end
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
@@ -44,8 +44,6 @@ from trainer.contract.stop_level import StopLevel
 from trainer.host.stop_request import STARTER_SIGNAL, STOP_REASONS, StopRequest
 
 POLL_S = 0.2
-MIN_QUERY_INTERVAL_S, MAX_QUERY_INTERVAL_S = 1.0, 15.0
-"""First and longest time between two queries to Slurm; it doubles, to spare the one controller of the cluster."""
 SIGNAL_INTERVAL_S = 2.0
 """Time between two stop signals to a job, repeated as the first may precede the supervisor's signal handlers."""
 RECORD_TIMEOUT_S = 5.0
