@@ -45,7 +45,7 @@ OTHER_KINDS = frozenset((
     "checkpoint_lost", "data_changed", "host_silent", "metrics_left_out", "no_gradient", "no_process_group",
     "non_finite_validation", "not_compared", "not_compiled", "not_diagnosed", "not_measured", "not_optimized",
     "not_reported", "not_resumed", "port_taken", "recompiled", "record_incomplete", "requeued", "restarted",
-    "slow_with_one_sample", "unused_parameters",
+    "unused_parameters",
 ))  # fmt: skip
 """Kinds that ranks, node agents and supervisors raise by themselves."""
 

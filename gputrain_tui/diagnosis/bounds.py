@@ -8,7 +8,7 @@ from statistics import median
 from gputrain_tui.diagnosis import thresholds as limit
 from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.diagnosis.row import StepRow, base_ms, wire_ms
-from gputrain_tui.diagnosis.statistics import quantile
+from gputrain_tui.diagnosis.statistics import lower_quartile
 from gputrain_tui.diagnosis.symptom import Symptom, percent
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.state import RunState
@@ -29,7 +29,7 @@ def bounds(state: RunState, timeline: Timeline, *, throttled: bool = False) -> l
 
 def _input(window: Sequence[StepRow], usual_ms: float) -> Symptom:
     # A single rank that reads slowly is a straggler; the lower quartile ignores delayed steps.
-    data_ms = quantile([row.data_ms for row in window], 0.25)
+    data_ms = lower_quartile([row.data_ms for row in window])
     share = data_ms / usual_ms
     return Symptom(
         kind="input_bound",

@@ -15,7 +15,7 @@ from operator import attrgetter
 from statistics import fmean, median, median_low
 from typing import NamedTuple
 
-from gputrain_tui.diagnosis.statistics import excess, median_without
+from gputrain_tui.diagnosis.statistics import excess, lower_quartile, median_without
 from gputrain_tui.state.process_groups import ProcessGroup, least_transfer_ms
 from gputrain_tui.state.synchronisation import late_ms
 
@@ -253,5 +253,5 @@ def base_ms(rows: Sequence[StepRow]) -> float:
 
 def wire_ms(rows: Sequence[StepRow]) -> float | None:
     """Return the exposed bare transfer (lower quartile over rows); None where it was not measured."""
-    waits = sorted(row.wire_ms for row in rows if row.wire_ms is not None)
-    return waits[len(waits) // 4] if waits else None
+    waits = [row.wire_ms for row in rows if row.wire_ms is not None]
+    return lower_quartile(waits) if waits else None

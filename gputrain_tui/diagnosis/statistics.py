@@ -36,10 +36,9 @@ def excess(values: Sequence[float]) -> list[float]:
     return [value - (below if value < pivot else at if value == pivot else above) for value in values]
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the quantile: about this share of the values is smaller."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+def lower_quartile(values: Sequence[float]) -> float:
+    """Return the lower quartile: about a quarter of the values is smaller."""
+    return sorted(values)[len(values) // 4]
 
 
 def spread(values: Sequence[float]) -> float:

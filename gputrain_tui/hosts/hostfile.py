@@ -64,15 +64,15 @@ def parse_hosts(text: str, *, name: str) -> tuple[HostEntry, ...]:
     return tuple(entry for _, entry in entries.values())
 
 
-def parse_host_list(text: str, *, name: str = "--hosts") -> tuple[HostEntry, ...]:
-    """Parse a comma-separated list of hosts, as in ``--hosts``; raise RequestError for a word that is no host."""
+def parse_host_list(text: str) -> tuple[HostEntry, ...]:
+    """Parse the comma-separated list of hosts of ``--hosts``; raise RequestError for a word that is no host."""
     entries: dict[str, HostEntry] = {}
     for word in text.split(","):
         if word.strip():
-            entry = _parse_entry([word.strip()], name)
+            entry = _parse_entry([word.strip()], "--hosts")
             entries[entry.host] = entry
     if not entries:
-        raise RequestError(f"{name} is {quoted(text)}, but must name hosts, separated by commas, such as gpu1,gpu2")
+        raise RequestError(f"--hosts is {quoted(text)}, but must name hosts, separated by commas, such as gpu1,gpu2")
     return tuple(entries.values())
 
 

@@ -32,13 +32,6 @@ FIRST_DIAGNOSIS_S = 1.0
 """Time of the first diagnosis after the start; until then it would slow down the start of the ranks."""
 DUTY = 0.03
 """Maximum share of a core for the checks; the more ranks, the longer the pauses between checks."""
-RISES, FALLS = 1 / 8, 1 / 2
-"""Weights of a check in the moving average of the cost, if it cost more and if it cost less than the average.
-
-On a busy machine one check in a hundred is charged 20 times its usual cost; a pause in proportion to that would miss
-short events.
-"""
-
 T = TypeVar("T")
 
 
@@ -64,8 +57,8 @@ class LiveDiagnosis:
         self._now = now
         self._clock = clock
         self._cost = cost
-        self._usual_s: float | None = None
-        """Average CPU time of a check; None before the first."""
+        self._spent_s = math.inf
+        """CPU time of the last check."""
 
     @cached_property
     def _reader(self) -> RunReader:
@@ -86,10 +79,9 @@ class LiveDiagnosis:
         self.is_current = not behind
         findings = [] if behind else self._diagnosis.update(self.state, self._now())
         pause_s = 0.0 if behind else INTERVAL_S
-        spent_s = self._cost() - began
-        usual_s = spent_s if self._usual_s is None else self._usual_s
-        self._usual_s = usual_s + (RISES if spent_s > usual_s else FALLS) * (spent_s - usual_s)
-        self.due = self._clock() + max(pause_s, self._usual_s / DUTY)
+        # Of two checks the cheaper: on a busy machine one in a hundred is charged 20 times its usual cost.
+        before_s, self._spent_s = self._spent_s, self._cost() - began
+        self.due = self._clock() + max(pause_s, min(before_s, self._spent_s) / DUTY)
         return findings
 
     def hang(self, *, timeout_s: float | None, limit_s: float) -> Failure | None:

@@ -15,10 +15,6 @@ from trainer.contract.options import Distributed, Script, Training
 from trainer.contract.schema import describe
 
 TABLES = ("cluster", "slurm", "train", "task", "report")
-HEAD = "head"
-"""Place of a new table below the keys without a table."""
-PLACE = "place of new tables: "
-"""Beginning of a comment that stands for a place while a recipe is written."""
 Body = list[tuple[items.Key | None, items.Item]]
 """Entries of a table in order; comments and blank lines have no key."""
 
@@ -40,7 +36,15 @@ def dump_toml(recipe: Recipe) -> str:
     ends = {table: _take_end(body) for table in TABLES if (body := _last_body(document, table)) is not None}
     new = {table: spelled.pop(table) for table in TABLES if table in spelled and table not in document}
     _update(document, spelled)
-    return _with_tables(document, new, ends)
+    last = next((table for table in reversed(list(document)) if table in ends), None)
+    rest = ""
+    for table, end in ends.items():
+        body = _last_body(document, table)
+        if body is None or table == last:  # new tables go before what stands below the last one
+            rest += "".join(item.as_string() for _, item in end)
+        else:
+            body += end
+    return tomlkit.dumps(document) + "".join(_table_text(table, values) for table, values in new.items()) + rest
 
 
 def _last_body(document: tomlkit.TOMLDocument, table: str) -> Body | None:
@@ -56,49 +60,17 @@ def _last_body(document: tomlkit.TOMLDocument, table: str) -> Body | None:
     return body
 
 
-def _take_end(body: Body) -> str:
-    """Remove and return the end of a table's text, from the first blank line below its keys on.
+def _take_end(body: Body) -> Body:
+    """Remove and return the end of a table, from the first blank line below its keys on.
 
     New keys go before it, as what stands there is about the next table.
     """
     last = max((index for index, (key, _) in enumerate(body) if key is not None), default=-1)
     blank = [index for index, (_, item) in enumerate(body) if index > last and isinstance(item, items.Whitespace)]
     cut = blank[0] if blank else len(body)
-    end = "".join(item.as_string() for _, item in body[cut:])
+    end = body[cut:]
     del body[cut:]
     return end
-
-
-def _with_tables(document: tomlkit.TOMLDocument, new: Mapping[str, Any], ends: Mapping[str, str]) -> str:
-    """Return a document's text with its tables' ends, and new tables, each after its predecessor in ``TABLES``."""
-    head = [
-        index
-        for index, (key, item) in enumerate(document.body)
-        if key is not None and (key.is_dotted() or not isinstance(item, items.Table | items.AoT))
-    ]
-    bodies = {table: body for table in TABLES if (body := _last_body(document, table)) is not None}
-    if not bodies:
-        return (
-            tomlkit.dumps(document) + "".join(_table_text(table, new[table]) for table in new) + "".join(ends.values())
-        )
-    anchor = HEAD if head else next(reversed(bodies))
-    tables = dict.fromkeys((HEAD, *TABLES), "")
-    kept = dict(tables)
-    for table in TABLES:
-        anchor = table if table in bodies else anchor
-        tables[anchor] += _table_text(table, new[table]) if table in new else ""
-        kept[anchor] += ends.get(table, "")
-    for table, body in bodies.items():
-        body.append((None, tomlkit.comment(PLACE + table)))
-    if head:
-        document.body.insert(head[-1] + 1, (None, tomlkit.comment(PLACE + HEAD)))
-    text = tomlkit.dumps(document)
-    for anchor in tables:
-        before, comment, after = text.partition(f"# {PLACE}{anchor}\n")
-        if comment:
-            gap = "\n" if tables[anchor] and not kept[anchor] and after.strip() and not after.startswith("\n") else ""
-            text = before + tables[anchor] + kept[anchor] + gap + after
-    return text
 
 
 def _table_text(table: str, values: Any) -> str:

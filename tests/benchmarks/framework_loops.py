@@ -43,12 +43,11 @@ class EndlessBatches:
             order = epoch_order(
                 len(self.dataset),
                 seed=1 + number,
-                shuffle=True,
                 lengths=None if self.lengths is None else torch.as_tensor(self.lengths),
                 chunk=0 if self.lengths is None else size,
             )
             whole = len(self.dataset) // (size * self.world_size)
-            batches = torch.split(torch.as_tensor(order), size)[self.rank : whole * self.world_size : self.world_size]
+            batches = torch.split(order, size)[self.rank : whole * self.world_size : self.world_size]
             yield from DataLoader(
                 self.dataset, batch_sampler=[batch.tolist() for batch in batches], collate_fn=self.collate
             )

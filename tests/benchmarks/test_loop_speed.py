@@ -181,11 +181,10 @@ def compare(
         order = epoch_order(
             len(dataset),
             seed=options.seed + number,
-            shuffle=True,
             lengths=None if lengths is None else torch.as_tensor(lengths),
             chunk=0 if lengths is None else batch_size,
         )
-        indices = torch.split(torch.as_tensor(order), batch_size)
+        indices = torch.split(order, batch_size)
         whole = len(dataset) // (batch_size * world_size)
         return [part.tolist() for part in indices[rank : whole * world_size : world_size]]
 

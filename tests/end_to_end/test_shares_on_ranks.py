@@ -233,16 +233,6 @@ def test_a_rank_whose_memory_holds_no_sample_is_named_before_the_training(tmp_pa
     assert not done.events_of("step")
 
 
-def test_a_rank_that_is_too_slow_even_with_one_sample_is_told_once(tmp_path: Path) -> None:
-    flags = ("--batch-size", "balanced", "--global-batch-size", 4, "--sample-ms", "0.2,30", "--max-updates", 60)
-    done = train(tmp_path, *FLAGS, *flags, ranks=2)
-    assert done.code == 0, done.output
-    assert changes(done)[-1]["shares"] == [3, 1]
-    told = [event for event in done.events_of("finding", 0) if event["kind"] == "slow_with_one_sample"]
-    assert len(told) == 1
-    assert told[0]["message"].startswith("rank 1 takes ")
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

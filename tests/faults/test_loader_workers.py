@@ -1,25 +1,22 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
 import random
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
 from epoch_batches import batches, read, samples_of
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 from waiting import LIMIT_S
 
 from trainer.agent.rank_failure import error_line
 from trainer.contract.errors import RequestError
-from trainer.data.loader import start_method
 
 # ---------------------------------------------------------------------------------------------------------- workers
 
@@ -158,82 +155,14 @@ time.sleep(600)
 """
 
 
-ON_GPU = (
-    RANK.replace("Slow()", "range(1000)")  # which can be sent
-    .replace("source =", "import torch; torch.cuda.is_initialized = lambda: True\nsource =", 1)
-    .replace("children()", "children(recursive=True)")
-)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are bound to their rank by Linux's PDEATHSIG")
-@pytest.mark.parametrize(
-    ("script", "children"),
-    [(RANK, 2), (ON_GPU, 4)],
-    ids=["forked", "of a fork server"],
-)
-def test_workers_die_with_a_rank_that_is_killed(script: str, children: int) -> None:
+def test_workers_die_with_a_rank_that_is_killed() -> None:
     root = Path(__file__).parents[2]
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root) as rank:
+    with subprocess.Popen([sys.executable, "-c", RANK], stdout=subprocess.PIPE, text=True, cwd=root) as rank:
         assert rank.stdout is not None
         workers = [psutil.Process(int(pid)) for pid in rank.stdout.readline().split()]
-        assert len(workers) == children, "a server and a resource tracker besides" if children > 2 else ""
+        assert len(workers) == 2
         os.kill(rank.pid, signal.SIGKILL)
         rank.wait()
         _, alive = psutil.wait_procs(workers, timeout=LIMIT_S)  # they would sleep for longer
         assert not alive
-
-
-# ------------------------------------------------------------------------------------------------- once CUDA is in use
-
-
-def loaded_by_path(folder: Path) -> Any:
-    file = folder / "mine.py"
-    file.write_text("class Mine:\n    def __len__(self): return 4\n    def __getitem__(self, index): return index\n")
-    spec = importlib.util.spec_from_file_location("task_file_mine", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module.Mine()
-
-
-@pytest.mark.parametrize(
-    ("dataset", "method"),
-    [
-        (lambda _: Whole(), "forkserver"),
-        (lambda _: TensorDataset(torch.arange(8)), "forkserver"),
-        (lambda _: [torch.arange(2) for _ in range(1000)], "fork"),
-        (lambda _: TensorDataset(torch.zeros(100 << 20, dtype=torch.uint8)), "fork"),
-        (lambda _: [bytes(100 << 20)], "fork"),
-        (lambda _: [lambda: 1], "fork"),
-        (loaded_by_path, "fork"),
-    ],
-    ids=[
-        "importable",
-        "a few tensors",
-        "more tensors than open files",
-        "a large tensor",
-        "much else",
-        "not picklable",
-        "a task's file",
-    ],
-)
-def test_workers_come_from_a_fork_server_once_cuda_is_in_use_where_the_data_can_be_sent(
-    tmp_path: Path, dataset: Any, method: str
-) -> None:
-    data = dataset(tmp_path)
-    assert start_method(data, cuda_in_use=True) == method
-    assert start_method(data, cuda_in_use=False) == "fork"
-
-
-def test_workers_of_a_fork_server_read_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read_all() -> list[Any]:
-        source = batches(Noisy(24), [4], 0, num_workers=2)  # type: ignore[arg-type]
-        found = samples_of(read(source, 1))
-        source.close()
-        return found
-
-    forked = read_all()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert read_all() == forked

@@ -75,4 +75,7 @@ int nvmlDeviceGetComputeRunningProcesses_v3(Device *d, unsigned *count, Process 
     *count = 2;
     return OK;
 }
-int nvmlDeviceGetGraphicsRunningProcesses_v3(Device *d, unsigned *count, Process *out) { return NOT_SUPPORTED; }
+// As of a process that computes and draws: it is in both lists.
+int nvmlDeviceGetGraphicsRunningProcesses_v3(Device *d, unsigned *count, Process *out) {
+    return nvmlDeviceGetComputeRunningProcesses_v3(d, count, out);
+}

@@ -145,7 +145,7 @@ def test_without_shuffling_the_order_is_the_datasets() -> None:
 
 def test_samples_of_alike_length_come_together() -> None:
     lengths = torch.tensor(random.Random(7).choices(range(100), k=1003))
-    order = epoch_order(1003, seed=3, shuffle=True, lengths=lengths, chunk=10)
+    order = epoch_order(1003, seed=3, lengths=lengths, chunk=10)
     assert isinstance(order, torch.Tensor)
     assert sorted(order.tolist()) == list(range(1003))
     chunks = lengths[order[:1000]].view(100, 10)
@@ -157,8 +157,8 @@ def test_samples_of_alike_length_come_together() -> None:
 def test_lengths_are_sorted_within_pools_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.data.epoch_order.POOL_BATCHES", 5)
     lengths = torch.arange(100)
-    pooled = epoch_order(100, seed=3, shuffle=True, lengths=lengths, chunk=2)
-    plain = epoch_order(100, seed=3, shuffle=True)
+    pooled = epoch_order(100, seed=3, lengths=lengths, chunk=2)
+    plain = epoch_order(100, seed=3)
     assert isinstance(pooled, torch.Tensor)
     assert isinstance(plain, torch.Tensor)
     expected = sorted(tuple(sorted(pool)[i : i + 2]) for pool in plain.view(10, 10).tolist() for i in range(0, 10, 2))

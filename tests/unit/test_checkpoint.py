@@ -311,7 +311,7 @@ def test_a_clock_that_is_set_back_costs_no_checkpoint(
 
 
 def dated(path: Path, time_ns: int) -> None:
-    """Give a checkpoint this time of writing, as files of earlier versions have it."""
+    """Give a checkpoint a sequence number as high as this time, in nanoseconds."""
     data = path.read_bytes()
     head, payload_bytes = data[:-48], data[-48:-40]
     changed = head + payload_bytes + time_ns.to_bytes(8, "little")

@@ -8,6 +8,7 @@ import pytest
 import run_dirs
 
 from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint, describe_newest
+from trainer.contract.checkpoint_trailer import DIGEST_BYTES, head_of
 from trainer.contract.errors import RequestError
 from trainer.contract.record import Checkpoint, RunDir, encode_event
 
@@ -19,13 +20,17 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make_run(home: Path, *, own: str, elsewhere: str, recorded: str, name: str = "trained") -> str:
-    """Make a run with these checkpoints in its directory and in another folder, and in its record; return its id."""
+    """Make a run with these checkpoints in its directory and in another folder, and in its record; return its id.
+
+    Those with ``!`` are of another run, those in the record with ``*`` are the best.
+    """
     run = run_dirs.run_dir(home / "home" / "runs", name)
     kept = home / "kept"
     kept.mkdir(exist_ok=True)
     for folder, names in ((run.dir.checkpoints, own), (kept, elsewhere)):
         for file in names.split():
-            (folder / file).touch()
+            owner = head_of(payload=0, sequence=1, run="another" if file.endswith("!") else run.id)
+            (folder / file.rstrip("!")).write_bytes(owner + bytes(DIGEST_BYTES))
     with run.dir.rank_events(0).open("ab") as record:
         for word in recorded.split():
             path = str(kept / word.rstrip("*"))
@@ -45,8 +50,8 @@ def make_run(home: Path, *, own: str, elsewhere: str, recorded: str, name: str =
         ("", "step_2.pt best.pt", "step_1.pt* step_2.pt", None, "kept/best.pt"),
         ("", "step_2.pt best.pt", "step_1.pt* step_2.pt", "step_2.pt", "kept/step_2.pt"),
         # Another training left its best one in the folder, or still has its files there.
-        ("", "step_2.pt best.pt", "step_1.pt step_2.pt", None, "kept/step_2.pt"),
-        ("", "step_2.pt best.pt step_9.pt", "step_1.pt* step_2.pt", None, "kept/step_2.pt"),
+        ("", "step_2.pt best.pt!", "step_1.pt step_2.pt", None, "kept/step_2.pt"),
+        ("", "step_2.pt best.pt! step_9.pt!", "step_1.pt* step_2.pt", None, "kept/step_2.pt"),
     ],
 )
 def test_the_best_checkpoint_is_taken_where_it_is_known_to_be_the_runs(

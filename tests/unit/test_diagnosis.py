@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from gputrain_tui.diagnosis import HISTORY, Diagnosis
-from gputrain_tui.diagnosis.statistics import excess, jitter, midmean, quantile, spread
+from gputrain_tui.diagnosis.statistics import excess, jitter, lower_quartile, midmean, spread
 from gputrain_tui.state import RunState
 from gputrain_tui.state.finding_text import run_mark
 from gputrain_tui.state.standstill import RECORD_LAG_S
@@ -1284,5 +1284,5 @@ def test_measures_of_noise_are_deaf_to_outliers() -> None:
     values[::40] = [1000.0] * 10
     assert spread(values) == pytest.approx(1.0, rel=0.25)
     assert jitter(values) == pytest.approx(1.0, rel=0.25)
-    assert quantile([4.0, 1.0, 3.0, 2.0], 0.25) == 2.0
+    assert lower_quartile([4.0, 1.0, 3.0, 2.0]) == 2.0
     assert midmean([1000.0, 2.0, 0.0, 0.0, 2.0, 2.0, 0.0, -1000.0]) == 1.0

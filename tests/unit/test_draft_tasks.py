@@ -134,9 +134,6 @@ tensorboard = true
 COMPLETED = """# head
 name = "x"
 
-[[cluster.nodes]]
-ranks = 2
-
 # about train
 [train]
 task = "lm"
@@ -144,12 +141,15 @@ lr = 0.1 # high
 # below lr
 max_epochs = 3
 
-[task]
-data = "stdlib"
-
 # about report
 [report]
 tensorboard = true
+
+[[cluster.nodes]]
+ranks = 2
+
+[task]
+data = "stdlib"
 """
 
 
@@ -159,7 +159,7 @@ def _saved(one: Draft, *settings: tuple[str, str]) -> str:
     return dump_toml(build(one.text, name=one.name, overrides=one.settings))
 
 
-def test_new_keys_and_tables_stand_in_their_place_and_comments_stay_with_their_table() -> None:
+def test_new_keys_stand_in_their_table_new_tables_at_the_end_and_comments_where_they_were() -> None:
     changes = (("task.data", "stdlib"), ("cluster.nodes[0].ranks", "2"), ("train.max_epochs", "3"))
     assert _saved(draft(COMMENTED), *changes) == COMPLETED
     assert _saved(draft(COMMENTED.rstrip("\n")), *changes) == COMPLETED

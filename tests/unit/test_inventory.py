@@ -11,7 +11,6 @@ from gputrain_tui.hosts.inventory import (
     Gpu,
     GpuProcess,
     Inventory,
-    gpu_from,
     is_free,
     take_inventory,
     to_json,
@@ -20,7 +19,6 @@ from gputrain_tui.hosts.inventory import (
 from trainer.host.addresses import Network, ipv6_addresses
 from trainer.host.cores import Cpus
 from trainer.host.memory import Memory, read_memory
-from trainer.host.nvml import GpuReadings, RawGpu, RawProcess
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -34,43 +32,6 @@ IDLE = Gpu(
     utilization_percent=0.0,
     processes=(),
 )
-
-# --- what NVML's answers mean ----------------------------------------------------------------------------------------
-
-
-def test_answers_of_nvml_become_a_gpu_with_the_owners_of_its_processes() -> None:
-    raw = RawGpu(
-        index=3,
-        uuid="GPU-abc",
-        pci_bus_id="00000000:0B:00.0",
-        name="NVIDIA H100",
-        power_limit_watts=700.0,
-        compute_mode=0,
-        processes=[
-            RawProcess(pid=9, memory=None, kind="compute"),
-            RawProcess(pid=7, memory=5, kind="compute"),
-            RawProcess(pid=7, memory=5, kind="graphics"),
-        ],
-        readings=GpuReadings(memory_used_bytes=5, memory_total_bytes=10, throttle_reasons=("power_cap",)),
-    )
-    assert gpu_from(raw, {7: ("ada", "python3")}) == Gpu(
-        index=3,
-        uuid="GPU-abc",
-        pci_bus_id="00000000:0b:00.0",
-        name="NVIDIA H100",
-        memory_used_bytes=5,
-        memory_total_bytes=10,
-        power_limit_watts=700.0,
-        throttle_reasons=("power_cap",),
-        processes=(
-            GpuProcess(pid=7, user="ada", name="python3", memory_bytes=5),
-            GpuProcess(pid=9, user=None, name=None, memory_bytes=None),
-        ),
-    )
-
-
-def test_a_gpu_that_refuses_every_query_is_listed_with_nothing_measured() -> None:
-    assert gpu_from(RawGpu(index=1), {}) == Gpu(index=1, uuid="")
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
-import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,23 +16,16 @@ from hypothesis import given, settings, strategies as st
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint, resumable_checkpoint, run_named_by
 from trainer.checkpoint import CheckpointError, CheckpointWriter, Saved, load, open_checkpoint, write_file
-from trainer.contract.checkpoint_trailer import owner_of, trailer_of
+from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.errors import RequestError
 from trainer.contract.record import Checkpoint, encode_event
 
 KEEP = 2
 
 
-def save_file(path: Path, *, run: str, step: int, old: bool = False) -> None:
-    """Write a checkpoint by hand; ``old``: as an earlier version did, whose trailer names no run."""
+def save_file(path: Path, *, run: str, step: int) -> None:
+    """Write a checkpoint by hand."""
     write_file(path, {"updates": step, "run": run, "model": {"w": torch.tensor([float(step)])}}, sequence=step, run=run)
-    if old:
-        trailer = trailer_of(path)
-        assert trailer is not None
-        content = path.read_bytes()[: trailer.payload] + struct.pack(
-            "<16sQQ", b"gputrain ckpt 1\n", trailer.payload, step
-        )
-        path.write_bytes(content + hashlib.blake2b(content, digest_size=32).digest())
 
 
 @dataclass
@@ -181,17 +172,6 @@ def test_a_run_whose_files_another_one_has_replaced_has_no_checkpoint_and_says_w
     with pytest.raises(RequestError, match=rf"best\.pt is a checkpoint of {second.id}, not of {first.id}"):
         choose_checkpoint(first.id, "best.pt")
     assert choose_checkpoint(second.id, None).path == folder / "best.pt"
-
-
-def test_a_file_of_an_earlier_version_is_taken_where_the_record_lists_it(shared: tuple[Run, Run, Path]) -> None:
-    first, _, folder = shared
-    for name in ("step_00000002.pt", "best.pt"):
-        save_file(folder / name, run=first.id, step=2, old=True)
-    assert resumable_checkpoint(first.dir) == folder
-    assert choose_checkpoint(first.id, None).path == folder / "best.pt"
-    assert opened(folder, first.id) == (first.id, 2)
-    with pytest.raises(RequestError, match=f"it is a checkpoint of {first.id}, not of other"):
-        open_checkpoint(folder / "best.pt", flag="--resume", run="other")
 
 
 @pytest.mark.parametrize(("run", "names"), [("a", True), ("another", False), ("", False)])

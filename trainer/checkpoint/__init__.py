@@ -12,7 +12,6 @@ from trainer.checkpoint.reader import (
     load as load,
     open_checkpoint as open_checkpoint,
     peek as peek,
-    run_of as run_of,
 )
 from trainer.checkpoint.state import (
     ENTRIES as ENTRIES,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +75,7 @@ def good_ones(
         except CheckpointError as error:
             on_skipped(f"skipped: {error}")
             continue
-        if not run or run_of(path, state) in ("", run):
-            yield path, state
-
-
-def run_of(path: Path, state: Mapping[str, Any]) -> str:
-    """Return the run that a loaded checkpoint belongs to; empty if it names none, as one of an earlier version may."""
-    return owner_of(path) or str(state.get("run") or "")
+        yield path, state
 
 
 def open_checkpoint(
@@ -102,7 +96,7 @@ def open_checkpoint(
             if whole is None:
                 raise
             raise CheckpointError(f"{error}; {whole} of the same run is whole") from None
-        if run and (found_run := run_of(path, state)) not in ("", run):
+        if run and (found_run := owner_of(path)) not in ("", run):
             raise RequestError(f"{flag} {path}: it is a checkpoint of {found_run}, not of {run}")
         return path, state, []
     passed_over: list[str] = []

@@ -13,11 +13,8 @@ from typing import BinaryIO, NamedTuple
 from trainer.contract.errors import CheckpointError
 
 MAGIC = b"gputrain ckpt 2\n"
-OLD_MAGIC = b"gputrain ckpt 1\n"
-"""Magic of files of earlier versions, which name no run."""
 _HEAD = struct.Struct("<16sQQQ")
 """Magic, size of the payload in bytes, length of the run's id, which precedes it, sequence number in the folder."""
-_OLD_HEAD = struct.Struct("<16sQQ")
 DIGEST_BYTES = 32
 """Length of the BLAKE2b of everything before it, at the end of the file."""
 MAX_SEQUENCE = 2**64 - 1
@@ -29,9 +26,9 @@ class Trailer(NamedTuple):
 
     payload: int
     sequence: int
-    """Higher in a later save of the folder: a counter, as clocks may be set back. Old files have Unix nanoseconds."""
+    """Higher in a later save of the folder: a counter, as clocks may be set back."""
     run: str
-    """Id of the run that the file belongs to; empty if none is recorded."""
+    """Id of the run that the file belongs to; empty if it was trained without a run directory."""
     head: bytes
     """The trailer's own bytes before the digest, which covers them."""
     digest: bytes
@@ -52,23 +49,16 @@ def read_trailer(path: Path, file: BinaryIO) -> Trailer:
     size = file.seek(0, os.SEEK_END)
     if size == 0:
         raise CheckpointError(f"{path}: is empty")
-    for head, magic in ((_HEAD, MAGIC), (_OLD_HEAD, OLD_MAGIC)):
-        start = size - head.size - DIGEST_BYTES
-        if start < 0:
-            continue
-        file.seek(start)
-        tail = file.read(head.size + DIGEST_BYTES)
-        if len(tail) != head.size + DIGEST_BYTES or not tail.startswith(magic):
-            continue
-        _, payload, *lengths, sequence = head.unpack(tail[: head.size])
-        length = sum(lengths)  # an old file has none
-        if payload + length != start:
-            continue
-        file.seek(payload)
-        run = file.read(length)
-        return Trailer(
-            payload, sequence, run.decode(errors="surrogateescape"), run + tail[: head.size], tail[head.size :]
-        )
+    start = size - _HEAD.size - DIGEST_BYTES
+    file.seek(max(start, 0))
+    tail = file.read(_HEAD.size + DIGEST_BYTES)
+    if len(tail) == _HEAD.size + DIGEST_BYTES and tail.startswith(MAGIC):
+        _, payload, length, sequence = _HEAD.unpack(tail[: _HEAD.size])
+        if payload + length == start:
+            file.seek(payload)
+            run = file.read(length)
+            head, digest = run + tail[: _HEAD.size], tail[_HEAD.size :]
+            return Trailer(payload, sequence, run.decode(errors="surrogateescape"), head, digest)
     file.seek(0)
     if file.read(4) != b"PK\x03\x04":
         raise CheckpointError(f"{path}: is not a checkpoint")

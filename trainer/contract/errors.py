@@ -92,7 +92,7 @@ def print_message(line: str, *, program: str) -> None:
 
 def quoted(value: object) -> str:
     """Return the ``repr`` of a value, without its middle where it is long."""
-    return _elide_middle(repr(value), MAX_QUOTE_CHARS)
+    return _elide_middle(repr(value))
 
 
 def require_utf8(argv: Iterable[str]) -> None:
@@ -106,14 +106,14 @@ def require_utf8(argv: Iterable[str]) -> None:
 
 def shorten_words(line: str) -> str:
     """Return a message without the middle of words longer than ``MAX_WORD_CHARS``."""
-    return re.sub(rf"\S{{{MAX_WORD_CHARS + 1},}}", lambda word: _elide_middle(word[0], MAX_QUOTE_CHARS), line)
+    return re.sub(rf"\S{{{MAX_WORD_CHARS + 1},}}", lambda word: _elide_middle(word[0]), line)
 
 
-def _elide_middle(text: str, longest: int) -> str:
-    if len(text) <= longest:
+def _elide_middle(text: str) -> str:
+    if len(text) <= MAX_QUOTE_CHARS:
         return text
-    end = longest // 3
-    return f"{text[: longest - end - 1]}…{text[-end:]}"
+    end = MAX_QUOTE_CHARS // 3
+    return f"{text[: MAX_QUOTE_CHARS - end - 1]}…{text[-end:]}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -15,17 +15,13 @@ POOL_BATCHES = 1000
 """Batches per pool; samples are sorted by length within a pool, as in PyText's pooling batcher."""
 
 
-def epoch_order(
-    samples: int, *, seed: int, shuffle: bool, lengths: Tensor | None = None, chunk: int = 0
-) -> Tensor | range:
-    """Return the order in which an epoch reads the samples, ``[samples]``.
+def epoch_order(samples: int, *, seed: int, lengths: Tensor | None = None, chunk: int = 0) -> Tensor:
+    """Return the shuffled order in which an epoch reads the samples, ``[samples]``.
 
     With lengths, each chunk holds samples of similar length: the shuffled samples are sorted within pools of
     ``POOL_BATCHES`` chunks, and the chunks are shuffled. An incomplete chunk stays last, so that the others stay
     aligned with the batches.
     """
-    if not shuffle:
-        return range(samples)
     generator = torch.Generator().manual_seed(seed)
     if lengths is None or not chunk:
         return torch.randperm(samples, generator=generator)
@@ -94,9 +90,8 @@ class OrderPlan:
         generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))  # permutes the fixed batches of a rank
         seed = self.seed if self.fixed_ranks else self.seed + epoch
         if limit is None:
-            order = epoch_order(samples, seed=seed, shuffle=True, lengths=lengths, chunk=self.chunk)
+            order = epoch_order(samples, seed=seed, lengths=lengths, chunk=self.chunk)
             if self.fixed_ranks:
-                assert isinstance(order, Tensor)
                 permutation = _within_ranks(samples // self.fixed_batch, self.fixed_ranks, generator)
                 order = _permuted(order, self.fixed_batch, permutation)
             return order, []

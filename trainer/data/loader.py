@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.machinery import PathFinder
-from multiprocessing.reduction import ForkingPickler
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -163,19 +158,15 @@ class BatchLoader:
 
 def worker_loader(dataset: Any, num_workers: int, **options: Any) -> DataLoader[Any]:
     """Return a loader of whole batches, which its worker processes collate; they end with this process."""
-    method = start_method(dataset, cuda_in_use=torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-    context = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload([__name__])  # torch is then loaded once for all workers
     return DataLoader(
         dataset,
         batch_size=None,
         num_workers=num_workers,
         collate_fn=unchanged,
-        worker_init_fn=partial(start_worker, os.getpid(), method),
+        worker_init_fn=partial(start_worker, os.getpid()),
         # Without its own generator the loader draws from the one that dropout uses.
         generator=torch.Generator(),
-        multiprocessing_context=context,
+        multiprocessing_context="fork",  # a task of the user's own need not be picklable
         **options,
     )
 
@@ -228,76 +219,10 @@ def pinned(batch: Any) -> Any:
     return batch
 
 
-def start_worker(rank_pid: int, method: str, worker: int) -> None:
+def start_worker(rank_pid: int, worker: int) -> None:
     """Initialize a worker: it dies with its rank, and ignores the signals that the rank handles."""
-    if method == "forkserver":
-        process_guard.die_with_process(rank_pid)  # its parent is the fork server
-    else:
-        die_with_parent_process()
-        if os.getppid() != rank_pid:  # the rank ended before the call above
-            os._exit(1)
+    die_with_parent_process()
+    if os.getppid() != rank_pid:  # the rank ended before the call above
+        os._exit(1)
     # A scheduler may send these signals to every process of a job.
     process_guard.set_signals(ignored=(signal.SIGTERM, signal.SIGHUP))
-
-
-MAX_BYTES = 64 << 20
-"""Maximum bytes of a pickled dataset: every worker gets its own copy, whereas forked workers share the memory."""
-
-
-class _NotPicklableError(Exception):
-    """A worker of a fork server cannot be given this object."""
-
-
-class _ByteCounter(io.RawIOBase):
-    """File that discards the bytes written and raises beyond ``MAX_BYTES``."""
-
-    def __init__(self) -> None:
-        self._bytes = 0
-
-    def write(self, data: Any) -> int:
-        self._bytes += len(data)
-        if self._bytes > MAX_BYTES:
-            raise _NotPicklableError
-        return len(data)
-
-
-class _TrialPickler(ForkingPickler):
-    """Pickler of process arguments that raises for objects a new process could not load."""
-
-    def __init__(self) -> None:
-        super().__init__(_ByteCounter())
-        self._tensors = self._bytes = 0
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            self._tensors += 1
-            self._bytes += value.untyped_storage().nbytes()
-        # Maximum tensors in a pickled dataset: each takes an open file in both processes, which may have 1024.
-        max_tensors = 64
-        if self._tensors > max_tensors or self._bytes > MAX_BYTES:
-            raise _NotPicklableError
-        module = getattr(value, "__module__", None) if callable(value) else type(value).__module__
-        if not (isinstance(module, str) and _is_importable(module)):
-            raise _NotPicklableError
-        return NotImplemented
-
-
-def start_method(argument: object, *, cuda_in_use: bool) -> Literal["fork", "forkserver"]:
-    """Return the start method of workers that get this object: fork, or forkserver once CUDA is in use.
-
-    A fork copies locks that CUDA's threads may hold, but not the threads. With a fork server the dataset is pickled,
-    which a user's own may not support; then it is ``fork`` too.
-    """
-    if not cuda_in_use:
-        return "fork"
-    try:
-        _TrialPickler().dump(argument)
-    except Exception:  # noqa: BLE001 - pickling runs user code, which may raise anything
-        return "fork"
-    return "forkserver"
-
-
-def _is_importable(module: str) -> bool:
-    """Return whether a new process can import a module by its name; false for a task file loaded by path."""
-    top = module.partition(".")[0]
-    return top in sys.builtin_module_names or (top != "__main__" and PathFinder.find_spec(top) is not None)

@@ -79,7 +79,7 @@ def report_validation(
 
 
 def non_finite_validation(
-    ctx: WorkerContext, raised: record.Finding | None, split: str, result: Evaluation, *, step: int
+    ctx: WorkerContext, raised: record.Finding | None, result: Evaluation, *, step: int
 ) -> record.Finding | None:
     """Raise a finding about a result that is NaN or infinite once, and clear it at a finite one; return it if raised.
 
@@ -95,7 +95,7 @@ def non_finite_validation(
         kind="non_finite_validation",
         severity="critical",
         step=step,
-        message=f"no validation has had finite results since step {step}: {split} {result.non_finite}",
+        message=f"no validation has had finite results since step {step}: valid {result.non_finite}",
         advice="look in that data for a number that is not finite, and in the task for a division by 0 or a "
         "logarithm of 0; such a validation is neither better nor worse for --best-metric and --patience",
     )

@@ -16,7 +16,6 @@ import msgspec
 
 from trainer import distributed
 from trainer.contract.balanced_shares import (
-    MIN_GAIN,
     WINDOW,
     ComputeTime,
     RankFit,
@@ -33,7 +32,6 @@ from trainer.contract.recorded_shares import recorded_shares
 from trainer.contract.schema import describe
 from trainer.data.batches import EpochBatches, Update
 from trainer.data.loader import MicroBatch
-from trainer.engine import reports
 from trainer.engine.accelerator import device_model
 from trainer.engine.out_of_memory import divides, in_parts
 from trainer.engine.rank_compute import RankCompute
@@ -90,7 +88,6 @@ class ShareBalance:
         """Models of the ranks' devices, where speeds are measured."""
         self._change: ShareChange | None = None
         """The last change, until it was measured."""
-        self._told_slow = False
         self._begin(1)
 
     def _begin(self, step: int) -> None:
@@ -218,8 +215,6 @@ class ShareBalance:
         next_ones = self._choice.add(self._times, current, self._bounds)
         if next_ones is not None:
             self._change_to(next_ones, cause="measured", step=step)
-        elif not self._longest:
-            self._tell_slow()
 
     def _change_to(self, new: Sequence[int], *, cause: Any, step: int) -> None:
         previous = self._shares
@@ -251,24 +246,6 @@ class ShareBalance:
             self._change = None
             if self._ctx.rank == 0:
                 self._learned.learn(self._models, self._times)
-
-    def _tell_slow(self) -> None:
-        """Report, once, a rank that is the slowest one even with one sample."""
-        current = self._shares
-        each = [fit.of(share) for fit, share in zip(self._times, current, strict=True)]
-        slowest = each.index(max(each))
-        others = max(ms for rank, ms in enumerate(each) if rank != slowest)
-        if self._told_slow or current[slowest] > 1 or each[slowest] < (1 + MIN_GAIN) * others:
-            return
-        self._told_slow = True
-        reports.finding(
-            self._ctx,
-            "slow_with_one_sample",
-            f"rank {slowest} takes {each[slowest]:.3g} ms for one sample, and the others {others:.3g} ms for their "
-            "shares: no share of it is small enough to be as fast",
-            severity="warning",
-            advice=f"raise --global-batch-size, or train without rank {slowest}",
-        )
 
     def _read(self, folder: str) -> dict[int, list[int]]:
         """Return a run's recorded shares by step; every rank gets those that rank 0 reads."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import distributed
-from trainer.checkpoint import exported_task_state, has_trailer, open_checkpoint, peek, run_of
+from trainer.checkpoint import exported_task_state, has_trailer, open_checkpoint, peek
 from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.errors import CheckpointError, RequestError
 from trainer.contract.options import Training
@@ -85,18 +85,18 @@ def _read(options: Training) -> StartingPoint:
             )
         except RequestError as error:
             return StartingPoint(source=str(named), refused=error)
-        notes = [*passed_over, _whose(Path(str(named)), path, state, options.checkpoint_run)]
+        notes = [*passed_over, _whose(Path(str(named)), path, options.checkpoint_run)]
         opened = OpenCheckpoint(path=path, state=state, passed_over=[note for note in notes if note])
         return StartingPoint(source=str(path), opened=opened, **_known(state))
     file = Path(str(options.finetune_from))
     return StartingPoint(source=str(file), **_known(_entries_of(file)))
 
 
-def _whose(named: Path, path: Path, state: dict[str, Any], run: str) -> str:
+def _whose(named: Path, path: Path, run: str) -> str:
     """Return a line about the run of a checkpoint, if that was not asked for or is not known; else an empty text."""
-    own = run_of(path, state)
+    own = owner_of(path)
     if run:
-        return "" if own else f"{path} does not say whose it is (an earlier version wrote it); taken as one of {run}"
+        return "" if own else f"{path} does not say whose it is; taken as one of {run}"
     others = {owner_of(named / name) for name in checkpoints_in(named)} - {own, ""}
     if not others:
         return ""

@@ -70,7 +70,7 @@ class Validator:
             if is_best:
                 self.best_weights.keep()
         reports.report_validation(self._ctx, "valid", result, step=step, epoch=epoch)
-        self._non_finite = reports.non_finite_validation(self._ctx, self._non_finite, "valid", result, step=step)
+        self._non_finite = reports.non_finite_validation(self._ctx, self._non_finite, result, step=step)
         return is_best
 
     def test(self, *, step: int, epoch: int) -> str | None:

@@ -83,7 +83,7 @@ def decide_node(
             f"--device-id is for one rank, but {count} start here: choose their GPUs with CUDA_VISIBLE_DEVICES"
         )
     else:
-        device_ids, shared = (check_device(options.device_id, device_count, "--device-id"),), False
+        device_ids, shared = (check_device(options.device_id, device_count),), False
     return Decision(
         mode=mode,
         world_size=world,
@@ -119,7 +119,7 @@ def decide_rank(
     local_world = max(local_world, local_rank + 1)
     device, shared = local_rank, False
     if device_count and options.device_id is not None:
-        device = check_device(options.device_id, device_count, "--device-id")
+        device = check_device(options.device_id, device_count)
     elif device_count == 1 and own_device:
         device = 0
     elif device_count and local_world > device_count:
@@ -214,11 +214,11 @@ def assign_devices(options: Distributed, device_count: int, count: int) -> tuple
     return tuple(index % device_count for index in range(count)), count > device_count
 
 
-def check_device(device_id: int, device_count: int, name: str) -> int:
+def check_device(device_id: int, device_count: int) -> int:
     """Return a device index after checking that it exists."""
     if device_id >= device_count:
         allowed = "no GPU is visible here" if device_count == 0 else f"the GPUs here are 0 to {device_count - 1}"
-        raise RequestError(f"{name} is {device_id}, but {allowed}")
+        raise RequestError(f"--device-id is {device_id}, but {allowed}")
     return device_id
 
 

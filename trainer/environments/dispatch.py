@@ -245,7 +245,7 @@ def _decide_single_node(options: Distributed, device_count: int) -> Decision:
         raise RequestError(f"--distributed-gpus is {nprocs}, but no GPU is visible here: add --cpu to train on CPUs")
     require_devices(options, device_count, wanted or 1)
     if options.device_id is not None and not options.cpu:
-        check_device(options.device_id, device_count, "--device-id")
+        check_device(options.device_id, device_count)
     alone = options.distributed_no_spawn or options.device_id is not None
     world = wanted or (1 if alone else max(device_count, 1))
     if world > 1:

@@ -13,11 +13,15 @@ from ctypes import POINTER, Structure, byref, c_char, c_int, c_uint, c_ulonglong
 from dataclasses import dataclass
 from typing import Any, cast
 
+from trainer.host.gpu_claims import GpuClaim
+
 LIBRARY = "libnvidia-ml.so.1"
 DONE, INSUFFICIENT_SIZE = 0, 7
 NOT_AVAILABLE = (1 << 64) - 1
 """Value for the memory of a process that the driver does not know."""
 TEMPERATURE_GPU, CLOCK_SM = 0, 1
+PROHIBITED = 2
+"""Compute mode in which no process may use the GPU."""
 
 NO_LIBRARY = "no NVIDIA driver on this machine; CPU ranks work"
 REFUSALS = {
@@ -71,17 +75,6 @@ class _ProcessV1(Structure):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RawProcess:
-    """A running process as NVML reports it."""
-
-    pid: int
-    memory: int | None
-    """Bytes."""
-    kind: str
-    """``compute`` or ``graphics``."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class GpuReadings:
     """Readings that change while a GPU works; None for a refused query."""
 
@@ -97,20 +90,48 @@ class GpuReadings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RawGpu:
-    """All facts of one GPU; None for a refused query."""
+class GpuProcess:
+    """A process that holds memory on a GPU."""
+
+    pid: int
+    user: str | None = None
+    """Its owner; None for a process that is invisible here, in a container for instance."""
+    name: str | None = None
+    memory_bytes: int | None = None
+    kind: str = "compute"
+    """``compute`` or ``graphics``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One NVIDIA GPU."""
 
     index: int
-    uuid: str | None = None
-    pci_bus_id: str | None = None
-    name: str | None = None
+    """NVML's index: PCI order."""
+    uuid: str
+    pci_bus_id: str = ""
+    name: str = ""
     capability: tuple[int, int] | None = None
     """CUDA compute capability, such as 8 and 0."""
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    utilization_percent: float | None = None
+    """Share of the last sampling period in which any kernel ran, 0 to 100."""
+    temperature_celsius: float | None = None
+    power_watts: float | None = None
     power_limit_watts: float | None = None
+    sm_clock_mhz: int | None = None
+    max_sm_clock_mhz: int | None = None
+    throttle_reasons: tuple[str, ...] = ()
+    """Reasons for a clock below its maximum at that moment: names of ``THROTTLE_REASONS``."""
     mig: bool = False
-    compute_mode: int | None = None
-    processes: Sequence[RawProcess] | None = None
-    readings: GpuReadings = GpuReadings()
+    """Whether it is split into instances (MIG): no process can use it as a whole."""
+    prohibited: bool = False
+    """Whether its compute mode is *prohibited*: no process may use it."""
+    processes: tuple[GpuProcess, ...] | None = None
+    """None if the driver does not report them."""
+    claim: GpuClaim | None = None
+    """The run that claimed it, possibly before the driver shows a process; None if unclaimed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +141,7 @@ class Answers:
     driver: str | None = None
     cuda: str | None = None
     """Newest CUDA version that the driver runs."""
-    gpus: tuple[RawGpu | None, ...] = ()
+    gpus: tuple[Gpu | None, ...] = ()
     """GPUs in PCI order; None for one that has fallen off the bus."""
     refusal: str = ""
     """Reason why the driver could not be queried, one line; empty if it could."""
@@ -237,7 +258,7 @@ class Nvml:
         """Return the struct after the query has filled it; None if it is refused."""
         return struct if self.call(name, device, byref(struct)) == DONE else None
 
-    def gpu(self, index: int) -> RawGpu | None:
+    def gpu(self, index: int) -> Gpu | None:
         """Query all facts of one GPU; return None if it has fallen off the bus."""
         device = self.handle(index)
         if device is None:
@@ -245,17 +266,17 @@ class Nvml:
         pci = self.struct("nvmlDeviceGetPciInfo_v3", device, _Pci())
         mig, pending = c_uint(0), c_uint(0)
         split = self.call("nvmlDeviceGetMigMode", device, byref(mig), byref(pending)) == DONE
-        return RawGpu(
+        return Gpu(
             index=index,
-            uuid=self.text("nvmlDeviceGetUUID", device),
-            pci_bus_id=None if pci is None else _decoded(pci.bus_id),
-            name=self.text("nvmlDeviceGetName", device),
+            uuid=self.text("nvmlDeviceGetUUID", device) or "",
+            pci_bus_id="" if pci is None else _decoded(pci.bus_id).lower(),
+            name=self.text("nvmlDeviceGetName", device) or "",
             capability=self._capability(device),
             power_limit_watts=self._watts("nvmlDeviceGetEnforcedPowerLimit", device),
             mig=split and mig.value == 1,
-            compute_mode=self.number("nvmlDeviceGetComputeMode", args=(device,)),
+            prohibited=self.number("nvmlDeviceGetComputeMode", args=(device,)) == PROHIBITED,
             processes=self._all_processes(device),
-            readings=self.readings(device),
+            **vars(self.readings(device)),
         )
 
     def readings(self, device: Any) -> GpuReadings:
@@ -287,12 +308,15 @@ class Nvml:
         milliwatts = self.number(name, args=(device,))
         return None if milliwatts is None else milliwatts / 1000
 
-    def _all_processes(self, device: Any) -> list[RawProcess] | None:
+    def _all_processes(self, device: Any) -> tuple[GpuProcess, ...] | None:
         compute = self._processes("nvmlDeviceGetComputeRunningProcesses", device, "compute")
         graphics = self._processes("nvmlDeviceGetGraphicsRunningProcesses", device, "graphics")
-        return None if compute is None and graphics is None else [*(compute or ()), *(graphics or ())]
+        if compute is None and graphics is None:
+            return None
+        by_pid = {**(graphics or {}), **(compute or {})}  # one that is in both lists is a compute process
+        return tuple(by_pid[pid] for pid in sorted(by_pid))
 
-    def _processes(self, name: str, device: Any, kind: str) -> list[RawProcess] | None:
+    def _processes(self, name: str, device: Any, kind: str) -> dict[int, GpuProcess] | None:
         for suffix, layout in (("_v3", _Process), ("_v2", _Process), ("", _ProcessV1)):
             capacity = 0
             for _ in range(4):  # processes start and end between two calls
@@ -302,10 +326,12 @@ class Nvml:
                     break
                 capacity = count.value + 8
             if code == DONE:
-                return [
-                    RawProcess(pid=entry.pid, memory=None if entry.memory == NOT_AVAILABLE else entry.memory, kind=kind)
+                return {
+                    entry.pid: GpuProcess(
+                        pid=entry.pid, memory_bytes=None if entry.memory == NOT_AVAILABLE else entry.memory, kind=kind
+                    )
                     for entry in entries[: min(count.value, capacity)]
-                ]
+                }
         return None
 
 

@@ -11,7 +11,7 @@ import math
 import time
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -52,38 +52,24 @@ class Fingerprint:
 
 
 class _ModelTensor(NamedTuple):
-    """Tensor with its name, and the module's dictionary and key that hold it."""
+    """Tensor with its name."""
 
     name: str
     tensor: Tensor
-    holder: Mapping[str, Tensor | None]
-    key: str
 
 
 class ReplicatedTensors:
     """Tensors of a model that should be equal on all ranks.
 
-    They are collected once, and again after one was replaced or moved: collecting costs as much as the checksum.
-    Parameters of a module that is added later are not seen before that; DDP does not see them either. Of a parameter
-    that is divided among the ranks, this rank's part is only checked to be finite.
+    Of a parameter that is divided among the ranks, this rank's part is only checked to be finite.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.parameters: list[_ModelTensor] = []
         self.buffers: list[_ModelTensor] = []
-        self._parts: list[_ModelTensor] = []
-        self._collected = False
-        self._addresses: list[int] = []
-        """Of each tensor's memory."""
-        self._words: list[Tensor | None] = []
-        """Each tensor's memory as 64-bit integers [words]; None where that needs a copy."""
-        self._sums = torch.empty(0, dtype=torch.int64)
-        """Checksum of each tensor, [tensors]."""
-        self._weights = self._sums
-        """Of each checksum in the digests, [tensors]."""
-        self._slots: Sequence[Tensor] = ()
-        """Views [] of ``_sums``, one per tensor."""
+        """As they were at the last ``checksums``."""
+        self._divided = False
 
     @property
     def version(self) -> int:
@@ -96,17 +82,18 @@ class ReplicatedTensors:
 
         They stay on the tensors' device, and nothing waits for it.
         """
-        held, count = self._all_tensors(), len(self.parameters)
+        self.parameters, parts, self.buffers = _tensors(self._model)
+        self._divided = bool(parts)
+        held, count = [*self.parameters, *self.buffers], len(self.parameters)
+        device = held[0].tensor.device if held else torch.device("cpu")
         with torch.no_grad():
-            for (_, tensor, _, _), words, slot in zip(held, self._words, self._slots, strict=True):
-                if words is None:
-                    slot.copy_(_checksum(tensor))
-                else:
-                    torch.sum(words, 0, out=slot)
+            sums = torch.zeros(len(held), dtype=torch.int64, device=device)
+            for slot, (_, tensor) in zip(sums.unbind(), held, strict=True):
+                slot.copy_(_checksum(tensor), non_blocking=True)
             # With wrap-around: sums that differ have equal digests once in 2^64.
-            weighted = self._sums * self._weights
+            weighted = sums * _weights(len(held), device)
             digests = [weighted[:count].sum(0, keepdim=True), weighted[count:].sum(0, keepdim=True)]
-            return torch.cat([*digests, self._sums, _has_non_finite([*held[:count], *self._parts], self._sums.device)])
+            return torch.cat([*digests, sums, _has_non_finite([*self.parameters, *parts], device)])
 
     def fingerprint(self, checksums: Sequence[int]) -> Fingerprint:
         """Return the fingerprint of the result of ``checksums``, copied to the host."""
@@ -116,27 +103,8 @@ class ReplicatedTensors:
             parameters=tuple(checksums[2:count]),
             buffers=tuple(checksums[count:-1]),
             non_finite=bool(checksums[-1]),
-            divided=bool(self._parts),
+            divided=self._divided,
         )
-
-    def _all_tensors(self) -> list[_ModelTensor]:
-        """Return all tensors, parameters first; collect them again if one was replaced or moved."""
-        held = [*self.parameters, *self.buffers]
-        if self._collected and all(
-            holder.get(key) is tensor and tensor.data_ptr() == address
-            for (_, tensor, holder, key), address in zip(held, self._addresses, strict=True)
-        ):
-            return held
-        self.parameters, self._parts, self.buffers = _tensors(self._model)
-        held = [*self.parameters, *self.buffers]
-        self._collected = True
-        if held:
-            self._addresses = [tensor.data_ptr() for _, tensor, _, _ in held]
-            self._sums = torch.empty(len(held), dtype=torch.int64, device=held[0].tensor.device)
-            self._weights = _weights(len(held), self._sums.device)
-            self._slots = self._sums.unbind()
-            self._words = [_as_words(tensor.detach(), self._sums.device) for _, tensor, _, _ in held]
-        return held
 
 
 class DesyncCheck:
@@ -283,7 +251,7 @@ def _tensors(model: nn.Module) -> tuple[list[_ModelTensor], list[_ModelTensor], 
                 continue
             part: Tensor = getattr(parameter, "_local_tensor", parameter)  # of a DTensor, whose import takes long
             kept = parameters if part is parameter else parts
-            kept.setdefault(part, _ModelTensor(prefix + key, part, module._parameters, key))
+            kept.setdefault(part, _ModelTensor(prefix + key, part))
         batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
         for key, buffer in module._buffers.items():
             if buffer is None:
@@ -291,20 +259,12 @@ def _tensors(model: nn.Module) -> tuple[list[_ModelTensor], list[_ModelTensor], 
             if batch_norm:
                 own_data.add(buffer)
             else:
-                buffers.setdefault(buffer, _ModelTensor(prefix + key, buffer, module._buffers, key))
+                buffers.setdefault(buffer, _ModelTensor(prefix + key, buffer))
     return (
         [*parameters.values()],
         [*parts.values()],
         [held for buffer, held in buffers.items() if buffer not in own_data],
     )
-
-
-def _as_words(tensor: Tensor, device: torch.device) -> Tensor | None:
-    """View the tensor's memory as 64-bit integers [words]; None where it cannot be, or is on another device."""
-    whole = tensor.nbytes % 8 == 0 and tensor.storage_offset() * tensor.itemsize % 8 == 0
-    if whole and tensor.is_contiguous() and not tensor.is_complex() and tensor.device == device:
-        return tensor.view(-1).view(torch.int64)
-    return None
 
 
 def _checksum(tensor: Tensor) -> Tensor:
@@ -331,7 +291,7 @@ def _has_non_finite(tensors: Sequence[_ModelTensor], device: torch.device) -> Te
         .sum(dtype=torch.float64 if tensor.dtype in (torch.float64, torch.complex128) else torch.float32)
         .isfinite()
         .to(device, non_blocking=True)
-        for _, tensor, _, _ in tensors
+        for _, tensor in tensors
         if tensor.is_floating_point() or tensor.is_complex()
     ]
     if not finite:

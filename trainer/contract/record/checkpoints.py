@@ -26,14 +26,14 @@ NAMES = ("step_*.pt", "epoch_*.pt", BEST, "best.of-*.pt")
 A name with ``.of-``: another run has used the name for a file of its own."""
 
 
-def recorded_checkpoints(run_dir: RunDir, *, only_best: bool = False) -> list[Path]:
+def recorded_checkpoints(run_dir: RunDir) -> list[Path]:
     """Return the checkpoints in the record, oldest first; some may have been deleted."""
     paths: list[Path] = []
     with contextlib.suppress(OSError), os.fdopen(open_regular(run_dir.rank_events(0)), "rb") as file:
         for line in file:
             if b'"checkpoint"' in line:
                 events = [event for event in decode_events(line) if type(event) is Checkpoint]
-                paths += [Path(event.path).absolute() for event in events if event.best or not only_best]
+                paths += [Path(event.path).absolute() for event in events]
     return paths
 
 
@@ -60,30 +60,21 @@ class RunFolder:
 def run_folders(run_dir: RunDir, run_ids: Collection[str]) -> list[RunFolder]:
     """Return the folders with checkpoints of a run: its own one, else the last one in its record first.
 
-    A file that names no run (of an earlier version, or damaged) counts as the run's in its own folder, and elsewhere if
-    the record lists it.
+    A damaged file, which names no run, counts as the run's in its own folder, and elsewhere if the record lists it.
     """
     recorded = {path: index for index, path in enumerate(recorded_checkpoints(run_dir))}
-    best_in = {path.parent for path in recorded_checkpoints(run_dir, only_best=True)}
     folders: list[RunFolder] = []
     for folder in dict.fromkeys([run_dir.checkpoints, *(path.parent for path in reversed(recorded))]):
         newness: dict[Path, tuple[int, int, str]] = {}
         foreign: list[Path] = []
-        unnamed_best: Path | None = None
         for path in (folder / name for name in checkpoints_in(folder)):
             trailer = trailer_of(path)
             run, sequence = (trailer.run, trailer.sequence) if trailer is not None else ("", 0)
             key = (sequence, recorded.get(path.absolute(), -1), path.name)
             if (run in run_ids) if run else (folder == run_dir.checkpoints or path.absolute() in recorded):
                 newness[path] = key
-            elif not run and path.name == BEST and folder in best_in:
-                unnamed_best, newness[path] = path, key
             else:
                 foreign.append(path)
-        if unnamed_best is not None and foreign:
-            # It may be of the other run as well.
-            del newness[unnamed_best]
-            foreign.append(unnamed_best)
         if newness:
             own = sorted(newness, key=newness.__getitem__, reverse=True)
             folders.append(RunFolder(path=folder, own=tuple(own), foreign=tuple(foreign)))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ref
 
 import torch
@@ -34,6 +35,25 @@ def uncounted(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
     leave_uncompiled(call, callees=True)
     return call
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def guarded_call(method: Method) -> Method:
+    """End the measuring, not the script's training, at the first fault in a call, which gets the meter first."""
+
+    @functools.wraps(method)
+    def call(self: CollectiveMeter, *given: Any, **named: Any) -> Any:
+        try:
+            return method(self, *given, **named)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the script's training goes on
+            self.fail(error)
+            return None
+
+    # torch.compile calls it instead of tracing into it; torch.compiler.disable would import the compiler for that.
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]
 
 
 class CollectiveMeter:
@@ -107,6 +127,7 @@ class CollectiveMeter:
 
     # ------------------------------------------------------------------------------------------------------- calls
 
+    @guarded_call
     def begin(self, group: Any, operation: str, tensors: Any) -> Call | None:
         """Follow a call that hands its work back; None where it is not measured.
 
@@ -115,119 +136,93 @@ class CollectiveMeter:
             operation: Such as ``all_gather``.
             tensors: Tensor or nested lists of them whose bytes count.
         """
-        try:
-            # Written out, since a step may have hundreds of calls.
-            if (get_ident() != self._thread or self._streams is not None or _comm_hooks) and not self._followed():
-                return None
-            call = self._outer
-            if call is None:
-                known = self.names.indices.get(id(group))
-                index = known[1] if known is not None and known[0]() is group else self.names.index(group)
-                if index is None:
-                    return None
-                call = self._add(index, operation, bytes_of(tensors))
-            else:
-                call.bytes += bytes_of(tensors)
-                call.begun = self._mark()
-            self.blocked = call
-            return call
-        except Exception as error:  # noqa: BLE001 - whatever it is, the script's training goes on
-            self.fail(error)
+        # Written out, since a step may have hundreds of calls.
+        if (get_ident() != self._thread or self._streams is not None or _comm_hooks) and not self._followed():
             return None
+        call = self._outer
+        if call is None:
+            known = self.names.indices.get(id(group))
+            index = known[1] if known is not None and known[0]() is group else self.names.index(group)
+            if index is None:
+                return None
+            call = self._add(index, operation, bytes_of(tensors))
+        else:
+            call.bytes += bytes_of(tensors)
+            call.begun = self._mark()
+        self.blocked = call
+        return call
 
+    @guarded_call
     def launched(self, call: Call, work: Any) -> None:
         """The call has returned its work; without one it is complete, or has raised."""
-        try:
-            self._end(call, work is None)
-            if work is not None:
-                works = self._works
-                works[id(work)] = ref(work), call
-                if len(works) > MAX_OPEN:
-                    self._forget()
-        except Exception as error:  # noqa: BLE001 - as above
-            self.fail(error)
+        self._end(call, work is None)
+        if work is not None:
+            works = self._works
+            works[id(work)] = ref(work), call
+            if len(works) > MAX_OPEN:
+                self._forget()
 
+    @guarded_call
     def stands_for(self, made_of: Sequence[Any], future: Any) -> None:
         """Waiting for a future is waiting for the last of the works or futures that it is made of."""
         if not self._followed():
             return
-        try:
-            known = [self._works.get(id(each)) for each in made_of]
-            calls = [found[1] for found, each in zip(known, made_of, strict=True) if found and found[0]() is each]
-            if calls:
-                self._works[id(future)] = ref(future), calls[-1]
-        except Exception as error:  # noqa: BLE001 - as above
-            self.fail(error)
+        known = [self._works.get(id(each)) for each in made_of]
+        calls = [found[1] for found, each in zip(known, made_of, strict=True) if found and found[0]() is each]
+        if calls:
+            self._works[id(future)] = ref(future), calls[-1]
 
+    @guarded_call
     def begin_wait(self, work: Any) -> Call | None:
         """Follow the wait for a work or a future; None where its call is not followed."""
-        try:
-            if (get_ident() != self._thread or self._streams is not None or _comm_hooks) and not self._followed():
-                return None
-            known = self._works.pop(id(work), None)
-            if known is None or known[0]() is not work:
-                return None
-            self.blocked = call = known[1]
-            call.begun = self._mark()
-            return call
-        except Exception as error:  # noqa: BLE001 - as above
-            self.fail(error)
+        if (get_ident() != self._thread or self._streams is not None or _comm_hooks) and not self._followed():
             return None
+        known = self._works.pop(id(work), None)
+        if known is None or known[0]() is not work:
+            return None
+        return self._begin_wait(known[1])
 
+    @guarded_call
     def begin_tensor_wait(self, tensor: Any) -> Call | None:
         """Follow the wait for a functional collective's result; None where its call is not followed."""
         if not self._followed():
             return None
-        try:
-            call = self._tensors.pop(_storage(tensor), None) or self._outer
-        except Exception as error:  # noqa: BLE001 - as above
-            self.fail(error)
-            return None
+        call = self._tensors.pop(_storage(tensor), None) or self._outer
         return None if call is None else self._begin_wait(call)
 
+    @guarded_call
     def end_wait(self, call: Call) -> None:
-        try:
-            last = not call.waited  # a work and its future may both be waited for
-            call.waited = True
-            self._end(call, last)
-        except Exception as error:  # noqa: BLE001 - as above
-            self.fail(error)
+        last = not call.waited  # a work and its future may both be waited for
+        call.waited = True
+        self._end(call, last)
 
+    @guarded_call
     def recorded(self, event: Any, stream: Any) -> None:
         """An event was recorded on a stream of the GPU, None for the current one."""
-        if self._streams is None or not self._followed():
-            return
-        try:
+        if self._streams is not None and self._followed():
             self._streams.recorded(event, stream)
-        except Exception as error:  # noqa: BLE001 - as above
-            self.fail(error)
 
+    @guarded_call
     def begin_event_wait(self, event: Any, stream: Any) -> Call | None:
         """Follow the wait of a stream for an event; None where no collective is before it."""
         if self._streams is None or not self._followed():
             return None
-        try:
-            call = self._streams.awaited(event, stream)
-        except Exception as error:  # noqa: BLE001 - as above
-            self.fail(error)
-            return None
+        call = self._streams.awaited(event, stream)
         return None if call is None else self._begin_wait(call)
 
+    @guarded_call
     def open(self, group: Callable[[], Any], operation: str, tensors: Any = ()) -> Call | None:
         """Follow a function that calls collectives itself, as one call; None within another, or without a group."""
         if self._outer is not None or not self._followed():
             return None
-        try:
-            resolved = group()
-            index = None if resolved is None else self.names.index(resolved)
-            if index is None:
-                return None
-            self._outer = self._add(index, operation, bytes_of(tensors))
-            return self._outer
-        except Exception as error:  # noqa: BLE001 - as above
-            self.fail(error)
+        resolved = group()
+        index = None if resolved is None else self.names.index(resolved)
+        if index is None:
             return None
+        self._outer = self._add(index, operation, bytes_of(tensors))
+        return self._outer
 
+    @guarded_call
     def shut(self, call: Call, results: Any = (), *, gathers: bool = False) -> None:
         """That function has returned or raised.
 
@@ -236,33 +231,28 @@ class CollectiveMeter:
             results: Tensors that are to be waited for; none if the function has waited itself.
             gathers: Whether all ranks' parts arrive, so that the bytes are those of all.
         """
-        try:
-            self._outer = self.blocked = None
-            if gathers:
-                call.bytes *= len(self.names.named[call.group].ranks) or 1
-            tensors = results if isinstance(results, list | tuple) else (results,)
-            if call.waited or not tensors:
-                now = self._mark()
-                self._step.waits.append((call, len(self._phases), now, now, True))
-                return
-            for tensor in tensors:
-                self._tensors[_storage(tensor)] = call
-            if len(self._tensors) > MAX_OPEN:
-                self._forget()
-        except Exception as error:  # noqa: BLE001 - as above
-            self.fail(error)
+        self._outer = self.blocked = None
+        if gathers:
+            call.bytes *= len(self.names.named[call.group].ranks) or 1
+        tensors = results if isinstance(results, list | tuple) else (results,)
+        if call.waited or not tensors:
+            now = self._mark()
+            self._step.waits.append((call, len(self._phases), now, now, True))
+            return
+        for tensor in tensors:
+            self._tensors[_storage(tensor)] = call
+        if len(self._tensors) > MAX_OPEN:
+            self._forget()
 
+    @guarded_call
     def coalesced(self, group: Any, work: Any) -> None:
         """The work of several calls of a group that were put together is that of the last one."""
         if not self._followed():
             return
-        try:
-            index = self.names.index(group)
-            newest = next((call for call in reversed(self._step.calls) if call.group == index), None)
-            if newest is not None and work is not None:
-                self._works[id(work)] = ref(work), newest
-        except Exception as error:  # noqa: BLE001 - as above
-            self.fail(error)
+        index = self.names.index(group)
+        newest = next((call for call in reversed(self._step.calls) if call.group == index), None)
+        if newest is not None and work is not None:
+            self._works[id(work)] = ref(work), newest
 
     def fail(self, error: Exception) -> None:
         if self.fault is not None:
@@ -277,16 +267,12 @@ class CollectiveMeter:
     def _followed(self) -> bool:
         if not self.on or _comm_hooks:
             return False
-        try:
-            if get_ident() != self._thread and not (
-                # On a GPU the hooks of a backward pass run in a thread of autograd.
-                torch._C._current_graph_task_id() != -1 and self._in_backward()
-            ):
-                return False
-            return self._streams is None or not self._is_capturing()
-        except Exception as error:  # noqa: BLE001 - as above
-            self.fail(error)
+        if get_ident() != self._thread and not (
+            # On a GPU the hooks of a backward pass run in a thread of autograd.
+            torch._C._current_graph_task_id() != -1 and self._in_backward()
+        ):
             return False
+        return self._streams is None or not self._is_capturing()
 
     def _add(self, group: int, operation: str, nbytes: int) -> Call:
         start = self._mark()
@@ -297,14 +283,10 @@ class CollectiveMeter:
             self._streams.issued(call)
         return call
 
-    def _begin_wait(self, call: Call) -> Call | None:
-        try:
-            self.blocked = call
-            call.begun = self._mark()
-            return call
-        except Exception as error:  # noqa: BLE001 - as above
-            self.fail(error)
-            return None
+    def _begin_wait(self, call: Call) -> Call:
+        self.blocked = call
+        call.begun = self._mark()
+        return call
 
     def _end(self, call: Call, last: bool) -> None:
         """The training thread is no longer blocked in a call, or in the wait for it."""

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.compiler import is_compiling
 
-from trainer.telemetry.collectives.collective_meter import CollectiveMeter
+from trainer.telemetry.collectives.collective_meter import CollectiveMeter, guarded_call
 from trainer.telemetry.torch_compile import leave_uncompiled
 
 Function = Callable[..., Any]
@@ -89,22 +89,12 @@ FUNCTIONAL = {
 FUNCTIONAL_MODULE = "torch.distributed._functional_collectives"
 
 
-def _guarded(wrap: Callable[[CollectiveMeter], None]) -> Callable[[CollectiveMeter], None]:
-    """End the measuring of collectives, not the import of torch, where another version of torch has other functions."""
-
-    @functools.wraps(wrap)
-    def guarded(meter: CollectiveMeter) -> None:
-        try:
-            wrap(meter)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the script's training goes on
-            meter.fail(error)
-
-    return guarded
-
-
-@_guarded
+@guarded_call
 def wrap_calls(meter: CollectiveMeter) -> None:
-    """Wrap the methods of process groups and of their works, and the functions for objects."""
+    """Wrap the methods of process groups and of their works, and the functions for objects.
+
+    Where another version of torch has other functions, collectives are not measured.
+    """
     c10d: Any = importlib.import_module("torch._C._distributed_c10d")
     for name, (operation, index) in METHODS.items():
         _replace(c10d.ProcessGroup, name, functools.partial(_call, meter, operation, index))
@@ -132,7 +122,7 @@ def wrap_calls(meter: CollectiveMeter) -> None:
         package._broadcast_coalesced = _broadcast_coalesced(meter, original)
 
 
-@_guarded
+@guarded_call
 def wrap_functional(meter: CollectiveMeter) -> None:
     """Wrap the functional collectives, once their module is there."""
     module: Any = sys.modules[FUNCTIONAL_MODULE]
