@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from gputrain_tui.lifecycle import attempt_outcome
@@ -56,17 +56,18 @@ def supervisor_beats(run_dir: RunDir) -> bool:
 class SupervisorBeats:
     """Beats of a run's supervisor, which updates the mtime of the lock once a second, as another process sees them."""
 
-    def __init__(self, run_dir: RunDir) -> None:
+    def __init__(self, run_dir: RunDir, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._dir = run_dir
+        self._clock = clock
         self._mtime_ns = 0
-        self._at = time.monotonic()
+        self._at = clock()
 
     def silent_s(self) -> float:
         """Return how long there has been no beat, seconds, as far as this process has asked; by its own clock."""
         with suppress(OSError):
             if (mtime_ns := self._dir.lock.stat().st_mtime_ns) != self._mtime_ns:
-                self._mtime_ns, self._at = mtime_ns, time.monotonic()
-        return time.monotonic() - self._at
+                self._mtime_ns, self._at = mtime_ns, self._clock()
+        return self._clock() - self._at
 
 
 class DirectoryWatch:

@@ -20,7 +20,18 @@ from typing import Any
 
 import pytest
 from documents import blocks
-from host_recipe import ENDLESS, ENVIRON, TESTS, check_rank, events, flags, is_training, recipe, torch_free_recipe
+from host_recipe import (
+    ENDLESS,
+    ENVIRON,
+    TESTS,
+    check_rank,
+    events,
+    flags,
+    is_training,
+    recipe,
+    script_recipe,
+    torch_free_recipe,
+)
 from network_namespaces import LIMIT_S, NamespaceHost, wait_until
 from slurm_lab import Slurm, require_slurm, slurm
 from taken_names import TakenNames
@@ -378,25 +389,42 @@ def test_one_recipe_trains_from_the_login_node_and_inside_an_allocation(user: Sl
     }
 
 
+SAVES = """\
+import signal, sys
+import torch_free_rank
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+torch_free_rank.main()
+"""
+"""Ends as a shell's script that a signal has ended, once it has saved."""
+
+
 @pytest.mark.parametrize(
     ("way", "words", "reason"),
     [
         pytest.param("login", ["stop", "last"], "stopped by `gputrain stop`", marks=pytest.mark.slow),
         ("salloc", ["stop", "last"], "stopped by `gputrain stop`"),
         ("login", [], "stopped by the command that started it"),
+        ("scancel of a script that saves", [], "it was cancelled in Slurm"),
     ],
 )
 def test_the_reason_of_a_stop_names_its_origin(user: SlurmUser, way: str, words: list[str], reason: str) -> None:
     allocation = ["salloc", "--nodes=2", "--exclusive"] if way == "salloc" else []
+    if way.startswith("scancel"):
+        (user.folder / "saves.py").write_text(SAVES)
+        train = f'[train]\nscript = "{user.folder}/saves.py"'
+        (user.folder / "torch_free.toml").write_text(script_recipe([None, None], [2, 1], train) + "[slurm]\n")
     process = user.cluster.start(*allocation, *user.words("run", "torch_free.toml"), cwd=user.folder)
     wait_until(lambda: list((user.folder / "home" / "runs").glob("2*")), "there is a run", [process])
     user.await_steps()
     if words:
         user.run(*words)
-    else:
+    elif way == "login":
         process.send_signal(signal.SIGINT)
-    assert process.wait(LIMIT_S) == 130
+    else:
+        user.cluster.run("scancel", str(user.job()))
+    assert process.wait(LIMIT_S) == 130, (user.folder / "output").read_text()
     assert user.status()["message"] == reason
+    assert not [event for rank in range(3) for event in events(user.record(), rank) if event["type"] == "failure"]
 
 
 def test_the_stacks_of_ranks_on_two_nodes_are_asked_for_from_the_login_host(user: SlurmUser) -> None:
@@ -438,6 +466,15 @@ def test_a_run_waits_in_the_queue_trains_and_is_cancelled_in_slurm_within_three_
     wait_until(lambda: ": Resources" in narration.read_text(), "it prints why it waits", [process])
     (entry,) = json.loads(user.run("runs", "--json").stdout)
     assert entry["state"] == "queued"
+    waits = user.run("stacks", "last", check=False)
+    assert (waits.returncode, waits.stdout) == (1, "")
+    assert waits.stderr.endswith(f" waits in Slurm's queue as job {user.job()}: no rank runs\n")
+    second = SlurmUser(cluster, folder / "second")
+    second.folder.mkdir()
+    shutil.copy(folder / "single.toml", second.folder)
+    second.run("run", "single.toml", "--detach")
+    second.run("stop", "last", host=cluster.nodes[2])
+    assert (second.status()["status"], second.status()["message"]) == ("stopped", "stopped by `gputrain stop`")
     cluster.run("scancel", str(other))
     user.await_steps(1)
     cancelled_at = time.time()
@@ -547,6 +584,10 @@ def test_a_run_with_requeue_goes_on_after_each_time_limit_as_one_run(user: Slurm
         "its time limit in Slurm is near"
     ] * len(ways)
     assert sum(event["type"] == "run_ended" for event in own) == 1
+    (entry,) = json.loads(user.run("runs", "--json").stdout)
+    assert entry["jobs"] == len(ways) + 1
+    closing = rf"^finished in [\d: s]+, in {len(ways) + 1} jobs, {steps} steps, [\d,]+ samples$"
+    assert re.search(closing, (user.folder / "output").read_text(), re.MULTILINE)
     if "successor" in ways:
         note = f"; job {user.job()} follows job {user.job() - 1} (Slurm does not requeue job {user.job() - 1})"
         printed = " ".join((user.folder / "output").read_text().split())
@@ -667,7 +708,11 @@ def test_a_successor_that_waits_is_cancelled_and_one_that_slurm_refuses_is_named
         assert message.startswith("its time limit in Slurm is near, and does not go on: ")
         assert f"Slurm does not requeue job {first}; its successor was refused: sbatch: " in message
     else:
-        assert message.startswith("it was cancelled in Slurm at step ")
+        by_whom = "stopped by `gputrain stop`" if way == "stop" else "it was cancelled in Slurm"
+        assert message.startswith(f"{by_whom} at step ")
+        (entry,) = json.loads(user.run("runs", "--json").stdout)
+        assert (entry["jobs"], entry["lr"]) == (1, 0.001)
+        assert entry["steps_per_s"] > 0, "figures of the job before stay"
 
 
 def starts(record: Path) -> int:
@@ -726,10 +771,26 @@ def test_requeue_with_a_save_folder_that_a_node_does_not_see_is_refused_before_t
     finally:
         host.run("umount", "--lazy", saves)
     assert ended.returncode == 3, ended.stderr
+    assert f"record {user.record()}" in ended.stderr
     line = f"n2 does not see the save folder {saves}: slurm.requeue needs one that all nodes see; remove train.save_dir"
     assert line in " ".join(ended.stderr.split())
-    assert not list((user.folder / "home" / "runs").glob("2*")), "a run that was refused leaves no record"
     assert not list(saves.iterdir())
+
+
+def test_data_that_the_nodes_lack_are_told_in_one_line_with_a_node_and_the_record(user: SlurmUser) -> None:
+    """The login host only warns of them: a node may have them."""
+    data = user.folder / "absent" / "text.txt"
+    keys = 'task = "lm"\nmax_updates = 1\nbatch_size = 4\n'
+    nodes = "[slurm]\nnodes = 2\n[[cluster.nodes]]\ncpu_ranks = 1\n"
+    (user.folder / "lm.toml").write_text(f'[train]\n{keys}[task]\ndata = "{data}"\n{nodes}')
+    ended = user.run("run", "lm.toml", check=False)
+    refusal, record = ended.stderr.splitlines()[-2:]
+    assert ended.returncode == 3, ended.stderr
+    assert re.match(rf"gputrain: n[12]: {data} does not exist ", refusal)
+    assert record == f"record {user.record()}"
+    (entry,) = json.loads(user.run("runs", "--json").stdout)
+    assert (entry["state"], entry["exit_code"]) == ("failed", 3)
+    assert entry["message"].startswith(f"{data} does not exist ")
 
 
 @pytest.mark.slow

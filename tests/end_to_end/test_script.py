@@ -419,6 +419,32 @@ def test_a_script_that_saves_on_sigterm_has_the_time_for_it(tmp_path: Path) -> N
     assert (tmp_path / "saved").exists()
 
 
+@pytest.mark.timing
+@pytest.mark.parametrize(("is_stopped", "code"), [(True, 130), (False, 1)])
+def test_a_script_that_ends_with_143_has_been_stopped_if_its_agent_gets_the_signal_too(
+    tmp_path: Path, is_stopped: bool, code: int
+) -> None:
+    """A scheduler signals all processes of a job, in no order."""
+    script = (
+        "import os, pathlib, signal, sys, time\ndef save(*_):\n    pathlib.Path('saved').touch()\n    sys.exit(143)\n"
+    )
+    script += "signal.signal(signal.SIGTERM, save)\nprint('up', os.getpid())\ntime.sleep(600)\n"
+    process = begin(tmp_path, script, ranks=1)
+    record = RunDir(tmp_path / "run")
+    log = record.rank_log(0)
+    until(lambda: log.exists() and log.read_text().endswith("\n"))
+    os.kill(int(log.read_text().split()[-1]), signal.SIGTERM)
+    until((tmp_path / "saved").exists)
+    if is_stopped:
+        process.terminate()
+    process.communicate(timeout=LIMIT_S)
+    assert process.returncode == code
+    failures = [event for event in decode_events(record.rank_events(0).read_bytes()) if isinstance(event, Failure)]
+    assert [failure.message.startswith("the script called sys.exit(143): up ") for failure in failures] == (
+        [] if is_stopped else [True]
+    )
+
+
 def test_scripts_die_with_a_killed_parent(tmp_path: Path) -> None:
     process = begin(tmp_path, "import time\nprint('up')\ntime.sleep(600)\n")
     logs = [RunDir(tmp_path / "run").rank_log(rank) for rank in (0, 1)]

@@ -187,5 +187,10 @@ def test_a_plan_for_slurm_says_that_its_hosts_are_not_chosen_yet(plan: Command, 
         "[slurm]\nnodes = 2\n[[cluster.nodes]]\ncpu_ranks = 2\n"
         '[train]\ntask = "lm"\nmax_updates = 1\n[task]\ndata = "stdlib"\n'
     )
+    asked = ("--set", "slurm.requeue=true")
+    noted = plan(str(recipe), "--sbatch", *asked)
+    assert "--set slurm.requeue: this script ends at its time limit, as no supervisor runs in it" in noted.stderr
+    assert noted.returncode == 0
+    assert "this script ends" not in plan(str(recipe), *asked).stderr + plan(str(recipe), "--sbatch").stderr
     head = plan(str(recipe)).stdout.partition("\n")[0]
     assert head.endswith("by slurm, which chooses the hosts: node-0.slurm.invalid stands for the first of them")

@@ -32,11 +32,13 @@ from trainer.contract.record import (
     Checkpoint,
     Checksum,
     Doing,
+    Event,
     Failure,
     Finding,
     Joining,
     ModelFlops,
     NoiseScale,
+    Queued,
     RankState,
     RankStateName,
     RunEnded,
@@ -251,6 +253,47 @@ def test_the_closing_line_names_the_restarts_after_which_a_script_counts_anew(is
             state.apply(Step(time=state.time, rank=rank, step=steps, epoch=1, steps=steps, samples=960, loss=1.0))
     state.apply(RunEnded(time=state.time, status="finished", exit_code=0))
     assert paint(status_line(state), colour=False).endswith(f" after 2 restarts, {told}")
+
+
+@pytest.mark.parametrize(
+    ("is_script", "told"),
+    [(False, "120 steps, 7,680 samples"), (True, "120 steps in the last one, 7,680 samples in all")],
+)
+def test_the_closing_line_counts_the_steps_and_samples_of_all_jobs(is_script: bool, told: str) -> None:
+    state = trained(limit=not is_script)
+    if state.plan is not None:
+        state.apply(replace(state.plan, first_update=20))  # of the second job
+    state.apply(RunStarted(time=1000.0, run="r", recipe="demo", world_size=2, run_dir="/r"))
+    state.apply(RunEnded(time=1_200.0, status="finished", exit_code=0))
+    assert paint(status_line(state), colour=False) == f"finished in 3:20, in 2 jobs, {told}"
+
+
+def test_a_log_has_one_line_for_a_wait_in_the_queue_for_the_start_after_it_and_for_a_failure() -> None:
+    clock, state = ManualClock(1007.0), trained()
+    screen, stream = view(state, clock, live=False)
+
+    def later(event: Event, seconds: float = 60.0) -> list[str]:
+        before = len(stream.getvalue().splitlines())
+        state.apply(event)
+        screen.update([event])
+        for _ in range(int(seconds)):
+            clock.seconds += 1.0
+            screen.update([])
+        return stream.getvalue().splitlines()[before:]
+
+    assert later(Finding(time=1008.0, kind="requeued", severity="info", message="its time limit is near")) == [
+        "its time limit is near"
+    ]
+    assert later(Queued(time=1068.0, job=7, partition="main", reason="Priority")) == [
+        "queued as job 7 in main: Priority"
+    ]
+    assert later(RunStarted(time=1000.0, run="r", recipe="demo", world_size=2, run_dir="/r")) == ["starting 2 ranks"]
+    later(RankState(time=1200.0, rank=0, state="spawned"), 0.0)
+    restarted = later(RankState(time=1200.0, rank=1, state="spawned"))
+    assert len(restarted) == 1
+    assert restarted[0].endswith("step 120/400 (30%)  loss 3.1050  – steps/s")
+    failure = Failure(time=1300.0, kind="exit", rank=1, host="a", message="the script called sys.exit(3)")
+    assert later(failure) == ["rank 1 failed: the script called sys.exit(3)  ending all processes"]
 
 
 def test_the_closing_line_has_the_time_of_the_rank_that_compiled_longest() -> None:

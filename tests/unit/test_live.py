@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import random
 from pathlib import Path
@@ -9,6 +10,7 @@ import synthetic
 from manual_clock import ManualClock
 
 from gputrain_tui.history.status_file import elapsed_of, write_status
+from gputrain_tui.hosts.host_names import PENDING_HOST
 from gputrain_tui.lifecycle.live_run import LiveRun
 from trainer.contract.record import AnyEvent, RunStatusName, Step
 from trainer.host.process_identity import identify
@@ -152,6 +154,10 @@ def test_hosts_of_ranks_come_from_the_plan_before_their_first_event(tmp_path: Pa
     live = LiveRun(run)
     assert live.state.rank(5).host == "node001"
     assert live.state.rank(5).local_rank == 1
+    plan = json.loads(run.dir.plan.read_bytes())
+    plan["nodes"][1]["host"] = PENDING_HOST.format(1)
+    run.dir.plan.write_text(json.dumps(plan))
+    assert [LiveRun(run).state.rank(rank).host for rank in (0, 5)] == ["node000", None], "Slurm has not chosen it yet"
 
 
 def test_elapsed_time_stops_with_the_run(tmp_path: Path) -> None:

@@ -68,6 +68,12 @@ SIGKILL = "the process was ended by SIGKILL"
         ({"message": SIGKILL, "failed_rank": 1, "finding": "rank 2 slow"}, f"rank 1: {SIGKILL}"),
         ({"state": "starting", "message": "planned, not started"}, "planned, not started"),
         ({"state": "finished", "finding": "rank 2 slow"}, "rank 2 slow"),
+        ({"state": "finished", "jobs": 1}, ""),
+        ({"state": "finished", "jobs": 2}, "in 2 jobs"),
+        (
+            {"message": SIGKILL, "failed_rank": 1, "jobs": 3, "restarts": 1},
+            f"in 3 jobs after 1 restart: rank 1: {SIGKILL}",
+        ),
     ],
 )
 def test_the_cause_of_a_failed_run_names_its_rank_and_host_once(values: dict[str, Any], text: str) -> None:

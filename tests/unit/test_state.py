@@ -417,6 +417,33 @@ def test_a_run_whose_next_job_waits_is_queued_until_its_ranks_record_again() -> 
         state.apply(event)
         seen.append(state.status)
     assert seen == ["queued", "starting", "running", "queued", "running", "running", "running"]
+    assert state.queue.jobs == 2
+
+
+def test_a_job_has_progressed_once_its_ranks_have_made_a_step_and_waits_from_the_moment_it_is_put_back() -> None:
+    state = RunState()
+    started = RunStarted(time=1.0, run="r", recipe="r", run_dir="/r", world_size=1)
+    seen = []
+    for event in (
+        started,
+        RankState(time=2.0, rank=0, state="spawned"),
+        step(number=5, time=3.0),
+        Finding(time=4.0, kind="requeued", severity="info", message="its time limit is near"),
+        started,  # with the time of the first one
+        RankState(time=6.0, rank=0, state="spawned"),
+        step(number=6, time=7.0),
+    ):
+        state.apply(event)
+        seen.append((state.status, state.queue.is_before_ranks, state.has_progressed))
+    assert seen == [
+        ("starting", False, False),
+        ("starting", False, False),
+        ("running", False, True),
+        ("queued", True, False),
+        ("running", True, False),
+        ("running", False, False),
+        ("running", False, True),
+    ]
 
 
 def test_the_status_is_how_the_run_ended() -> None:

@@ -27,6 +27,7 @@ from gputrain_tui.lifecycle import attempt_outcome, run_end
 from gputrain_tui.lifecycle.attempt import AttemptResult, failed, with_note
 from gputrain_tui.lifecycle.directory_watch import SILENT_S, SupervisorBeats, read_stop_file, write_stop_file
 from gputrain_tui.lifecycle.launchers import slurm_successor
+from gputrain_tui.lifecycle.launchers.slurm_cause import REQUEUED
 from gputrain_tui.lifecycle.polling import MAX_QUERY_INTERVAL_S, MIN_QUERY_INTERVAL_S, wait_until
 from gputrain_tui.lifecycle.recorded_state import recorded_state
 from gputrain_tui.lifecycle.report_sinks import report_end
@@ -48,6 +49,7 @@ SIGNAL_INTERVAL_S = 2.0
 """Time between two stop signals to a job, repeated as the first may precede the supervisor's signal handlers."""
 RECORD_TIMEOUT_S = 5.0
 """Time for the supervisor of a completed job to record the end of the run."""
+PUT_BACK_AFTER_LOSS = f"{REQUEUED}, as it lost the host of its supervisor"
 FIX = "`sinfo` lists the partitions and nodes of the cluster"
 KEY_OF_WORD = {
     "partition": "partition",
@@ -115,6 +117,8 @@ def refresh(run: Run) -> Run:
         now = slurm_commands.job(job.number)
         if now is None or now.is_over:
             _record_end(run.dir, job.number)
+        elif now.state == "PENDING" and run.state != "queued":
+            _record_put_back(run.dir)
     return open_run(run.dir.path) or run
 
 
@@ -151,6 +155,22 @@ def _record_end(run_dir: RunDir, number: int, *, is_silent: bool = False) -> Non
             ended = with_note(ended, f"and does not go on: {problem}")
         writer.close(ended, left=[], state=state)
         report_end(run_dir, writer)
+
+
+def _record_put_back(run_dir: RunDir) -> None:
+    """Record that Slurm has put a run back into its queue whose supervisor could not: its host is lost."""
+    with os.fdopen(open_to_append(run_dir.lock), "ab") as lock:
+        if not run_end.take_lock(lock, patience_s=0.0) or run_end.is_recorded(run_dir):
+            return
+        writer = RunStatusWriter(run_dir, read_plan(run_dir))
+        if writer.status.status == "queued":
+            return
+        ended, state = AttemptResult(status="stopped", reason=PUT_BACK_AFTER_LOSS), recorded_state(run_dir)
+        if slurm_successor.asks_for_requeue(run_dir, read_job(run_dir)):
+            writer.requeued(ended, state=state)
+        else:  # as after the loss of another node: it goes on if Slurm starts it again
+            writer.close(ended, left=[], state=state)
+            report_end(run_dir, writer)
 
 
 def _wants_successor(run_dir: RunDir, job: slurm_commands.Job) -> bool:
@@ -314,6 +334,8 @@ def follow(run_dir: RunDir, *, leased: bool) -> int:
                     now = slurm_commands.job(job.number)
                     if now is None or now.is_over:
                         _record_end(run_dir, job.number, is_silent=beats.silent_s() >= RECORD_TIMEOUT_S)
+                    elif now.state == "PENDING" and status.status != "queued":
+                        _record_put_back(run_dir)
                     elif (shown or slurm_successor.last_queued(run_dir, job.number)) != (now.reason, now.starts):
                         shown = (now.reason, now.starts)
                         slurm_successor.record_queued(run_dir, now)

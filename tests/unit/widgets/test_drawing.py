@@ -16,8 +16,13 @@ from gputrain_tui.console.widgets.drawing import (
 )
 from gputrain_tui.console.widgets.rank_columns import rank_filter
 from gputrain_tui.console.widgets.rank_table import GridView, draw_grid
-from gputrain_tui.console.widgets.rendezvous_panel import RendezvousProgress, draw_rendezvous
-from gputrain_tui.state import RankView
+from gputrain_tui.console.widgets.rendezvous_panel import (
+    RendezvousProgress,
+    draw_rendezvous,
+    rendezvous_progress,
+)
+from gputrain_tui.state import RankView, RunState
+from trainer.contract.record import Queued, RunStarted
 
 SCRIPTS = ["node3", "計算機二号", "a計b", "узел", "🎉🎉", "e\u0301e\u0301", "–…▸✗●⣿█", "👩\u200d🚀", ""]
 
@@ -58,6 +63,18 @@ def test_names_of_any_script_and_length_keep_every_line_whole(name: str, width: 
     for frame in frames[:3]:
         assert all(char.isprintable() for row in frame for char in row_text(row))
     assert {cell_len(row_text(row)) for frame in frames for row in frame} == {width}
+
+
+def test_the_panel_of_a_run_that_waits_in_the_queue_names_its_job_and_no_host() -> None:
+    state = RunState(world_size=2)
+    state.apply(Queued(time=1.0, job=7, partition="main", reason="Priority"))
+    shown = [row_text(row).strip() for row in draw_rendezvous(rendezvous_progress(state, 5.0), 60, 8)]
+    assert "queued as job 7 in main: Priority" in shown
+    assert any(line.startswith("queued  ranks 0–1") for line in shown)
+    assert not any("this machine" in line or "torch" in line for line in shown)
+    state.apply(RunStarted(time=6.0, run="r", recipe="r", run_dir="/r", world_size=2))
+    shown = [row_text(row).strip() for row in draw_rendezvous(rendezvous_progress(state, 7.0), 60, 8)]
+    assert "waiting for ranks 0, 1" in shown
 
 
 @pytest.mark.parametrize(

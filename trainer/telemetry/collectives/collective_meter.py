@@ -127,7 +127,6 @@ class CollectiveMeter:
 
     # ------------------------------------------------------------------------------------------------------- calls
 
-    @guarded_call
     def begin(self, group: Any, operation: str, tensors: Any) -> Call | None:
         """Follow a call that hands its work back; None where it is not measured.
 
@@ -136,31 +135,37 @@ class CollectiveMeter:
             operation: Such as ``all_gather``.
             tensors: Tensor or nested lists of them whose bytes count.
         """
-        # Written out, since a step may have hundreds of calls.
-        if (get_ident() != self._thread or self._streams is not None or _comm_hooks) and not self._followed():
-            return None
-        call = self._outer
-        if call is None:
-            known = self.names.indices.get(id(group))
-            index = known[1] if known is not None and known[0]() is group else self.names.index(group)
-            if index is None:
+        try:
+            # Written out, since a step may have hundreds of calls.
+            if (get_ident() != self._thread or self._streams is not None or _comm_hooks) and not self._followed():
                 return None
-            call = self._add(index, operation, bytes_of(tensors))
-        else:
-            call.bytes += bytes_of(tensors)
-            call.begun = self._mark()
-        self.blocked = call
-        return call
+            call = self._outer
+            if call is None:
+                known = self.names.indices.get(id(group))
+                index = known[1] if known is not None and known[0]() is group else self.names.index(group)
+                if index is None:
+                    return None
+                call = self._add(index, operation, bytes_of(tensors))
+            else:
+                call.bytes += bytes_of(tensors)
+                call.begun = self._mark()
+            self.blocked = call
+            return call
+        except Exception as error:  # noqa: BLE001 - written out, as a step may have hundreds of these calls
+            self.fail(error)
+            return None
 
-    @guarded_call
     def launched(self, call: Call, work: Any) -> None:
         """The call has returned its work; without one it is complete, or has raised."""
-        self._end(call, work is None)
-        if work is not None:
-            works = self._works
-            works[id(work)] = ref(work), call
-            if len(works) > MAX_OPEN:
-                self._forget()
+        try:
+            self._end(call, work is None)
+            if work is not None:
+                works = self._works
+                works[id(work)] = ref(work), call
+                if len(works) > MAX_OPEN:
+                    self._forget()
+        except Exception as error:  # noqa: BLE001 - written out, as a step may have hundreds of these calls
+            self.fail(error)
 
     @guarded_call
     def stands_for(self, made_of: Sequence[Any], future: Any) -> None:
@@ -172,15 +177,18 @@ class CollectiveMeter:
         if calls:
             self._works[id(future)] = ref(future), calls[-1]
 
-    @guarded_call
     def begin_wait(self, work: Any) -> Call | None:
         """Follow the wait for a work or a future; None where its call is not followed."""
-        if (get_ident() != self._thread or self._streams is not None or _comm_hooks) and not self._followed():
+        try:
+            if (get_ident() != self._thread or self._streams is not None or _comm_hooks) and not self._followed():
+                return None
+            known = self._works.pop(id(work), None)
+            if known is None or known[0]() is not work:
+                return None
+            return self._begin_wait(known[1])
+        except Exception as error:  # noqa: BLE001 - written out, as a step may have hundreds of these calls
+            self.fail(error)
             return None
-        known = self._works.pop(id(work), None)
-        if known is None or known[0]() is not work:
-            return None
-        return self._begin_wait(known[1])
 
     @guarded_call
     def begin_tensor_wait(self, tensor: Any) -> Call | None:
@@ -190,11 +198,13 @@ class CollectiveMeter:
         call = self._tensors.pop(_storage(tensor), None) or self._outer
         return None if call is None else self._begin_wait(call)
 
-    @guarded_call
     def end_wait(self, call: Call) -> None:
-        last = not call.waited  # a work and its future may both be waited for
-        call.waited = True
-        self._end(call, last)
+        try:
+            last = not call.waited  # a work and its future may both be waited for
+            call.waited = True
+            self._end(call, last)
+        except Exception as error:  # noqa: BLE001 - written out, as a step may have hundreds of these calls
+            self.fail(error)
 
     @guarded_call
     def recorded(self, event: Any, stream: Any) -> None:
