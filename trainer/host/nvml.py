@@ -19,9 +19,7 @@ LIBRARY = "libnvidia-ml.so.1"
 DONE, INSUFFICIENT_SIZE = 0, 7
 NOT_AVAILABLE = (1 << 64) - 1
 """Value for the memory of a process that the driver does not know."""
-TEMPERATURE_GPU, CLOCK_SM = 0, 1
-PROHIBITED = 2
-"""Compute mode in which no process may use the GPU."""
+TEMPERATURE_GPU, CLOCK_SM, COMPUTEMODE_PROHIBITED = 0, 1, 2
 
 NO_LIBRARY = "no NVIDIA driver on this machine; CPU ranks work"
 REFUSALS = {
@@ -274,7 +272,7 @@ class Nvml:
             capability=self._capability(device),
             power_limit_watts=self._watts("nvmlDeviceGetEnforcedPowerLimit", device),
             mig=split and mig.value == 1,
-            prohibited=self.number("nvmlDeviceGetComputeMode", args=(device,)) == PROHIBITED,
+            prohibited=self.number("nvmlDeviceGetComputeMode", args=(device,)) == COMPUTEMODE_PROHIBITED,
             processes=self._all_processes(device),
             **vars(self.readings(device)),
         )

@@ -25,8 +25,6 @@ from gputrain_tui.state import RankView
 from gputrain_tui.state.finding_text import by_urgency
 from gputrain_tui.state.totals import PHASES
 
-MOST_FLAGGED = 3
-"""Most ranks with a finding that get a bar of their own beside bars of groups."""
 SHAPES = "▒█▓░▞·"
 LEGENDS = (
     ("data", "forward", "backward", "sync", "optimizer", "other"),
@@ -63,7 +61,7 @@ def phases_of(view: RankView) -> tuple[float, ...] | None:
 def bars(views: Sequence[RankView], most: int, selected: int | None, flagged: Collection[int] = ()) -> list[Bar]:
     """Return at most ``most`` bars: one per rank, or else per group of equally many ranks.
 
-    The selected and up to ``MOST_FLAGGED`` flagged ranks have bars of their own above those of the groups.
+    The selected and up to three flagged ranks have bars of their own above those of the groups.
     """
     measured = [(view, phases) for view in views if (phases := phases_of(view)) is not None]
 
@@ -73,7 +71,8 @@ def bars(views: Sequence[RankView], most: int, selected: int | None, flagged: Co
     if len(measured) <= most:
         return [bar(*each) for each in measured]
     alone = list(dict.fromkeys(rank for rank in (selected, *flagged) if rank is not None))
-    alone = alone[: min(1 + MOST_FLAGGED, max(most // 2, 1))]
+    most_alone = 1 + 3  # the selected one and flagged ones
+    alone = alone[: min(most_alone, max(most // 2, 1))]
     chosen = sorted((bar(*each) for each in measured if each[0].rank in alone), key=lambda bar: not bar.selected)
     size = group_size(len(measured), most - len(chosen))
     groups = [measured[begin : begin + size] for begin in range(0, len(measured), size)]
