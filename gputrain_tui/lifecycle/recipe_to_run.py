@@ -25,7 +25,7 @@ from gputrain_tui.lifecycle.run_checkpoints import (
 from gputrain_tui.recipe.build import load as load_recipe
 from gputrain_tui.recipe.model import MAX_NAME_CHARS, Recipe
 from trainer.contract.builtin_tasks import options_schema
-from trainer.contract.errors import RecordError, RequestError
+from trainer.contract.errors import RecordError, RequestError, quoted
 from trainer.contract.option_rules import RESETS, require_consistent
 from trainer.contract.record.regular_file import open_regular
 
@@ -70,6 +70,8 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None) ->
         done = [f"train.{name}=false" for name in RESETS if getattr(recipe.train, name)]
         if done and source != "-":
             recipe = load_recipe(source, overrides=[*done, *settings])
+    if source == str(run.dir.recipe):
+        require_files_here(run, recipe)
     remote, first = remote_node(run.dir, 0), recipe.cluster.nodes[0].host
     if remote is not None and first != remote.host:
         raise RequestError(
@@ -108,6 +110,23 @@ def folder_hint(run: Run, *, here: Path) -> str:
     if not (folder / path).exists():
         return f"{run.id} was started in {folder}, which has no {path} any more"
     return f"{run.id} was started in {folder}, which has it: enter that folder first"
+
+
+def require_files_here(run: Run, recipe: Recipe) -> None:
+    """Refuse a recipe of a run with a relative path in ``[task]`` that only the run's folder has.
+
+    Raises:
+        RequestError: it has one, which the message names with the folder.
+    """
+    folder = run.status.workdir
+    for key, value in recipe.task_options.items() if folder else ():
+        # Not a path's methods, which raise for a text that is too long for a name.
+        is_here, is_there = (os.path.exists(os.path.join(base, str(value))) for base in (".", folder))  # noqa: PTH
+        if isinstance(value, str) and value and is_there and not is_here:
+            raise RequestError(
+                f"task.{key}: {quoted(value)} does not exist; {run.id} was started in {folder}, which has it: "
+                "enter that folder first"
+            )
 
 
 def recipe_of(run: Run) -> str:

@@ -11,6 +11,7 @@ from run_dirs import run_dir
 from gputrain_tui import cli
 from gputrain_tui.lifecycle import recipe_to_run
 from gputrain_tui.paths import runs_folder
+from gputrain_tui.recipe.build import build
 from trainer.contract.errors import RequestError
 
 
@@ -90,3 +91,33 @@ def test_last_is_the_last_training_where_a_training_is_continued_or_compared(
     assert str(refused.value) == f"--resume {evaluation.id}: {told}"
     assert cli.main(["compare", "last", "last"]) == 0
     assert capsys.readouterr().out.startswith(f"{trained.id} against {trained.id}\n")
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("data", "here", "told"),
+    [
+        ("texts", "elsewhere", True),
+        ("texts", "project", False),
+        ("stdlib", "elsewhere", False),
+        ("x" * 5000, ".", False),
+    ],
+)
+def test_a_relative_path_of_a_run_s_data_is_named_with_its_folder_from_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str, here: str, told: bool
+) -> None:
+    for name in ("project", "elsewhere"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "project" / "texts").mkdir()
+    monkeypatch.chdir(tmp_path / here)
+    run = make_run(tmp_path / "runs", status="stopped", workdir=str(tmp_path / "project"))
+    recipe = build(f'[train]\ntask = "lm"\n[task]\ndata = "{data}"\n', name="r.toml")
+    if not told:
+        recipe_to_run.require_files_here(run, recipe)
+        return
+    with pytest.raises(RequestError) as refused:
+        recipe_to_run.require_files_here(run, recipe)
+    where = f"{run.id} was started in {tmp_path / 'project'}, which has it: enter that folder first"
+    assert str(refused.value) == f"task.data: 'texts' does not exist; {where}"
