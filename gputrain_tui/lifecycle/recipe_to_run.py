@@ -122,7 +122,7 @@ def require_files_here(run: Run, recipe: Recipe) -> None:
     for key, value in recipe.task_options.items() if folder else ():
         # Not a path's methods, which raise for a text that is too long for a name.
         is_here, is_there = (os.path.exists(f"{base}/{value}") for base in (".", folder))  # noqa: PTH110
-        if isinstance(value, str) and is_there and not is_here:
+        if isinstance(value, str) and not value.startswith("/") and is_there and not is_here:
             raise RequestError(
                 f"task.{key}: {quoted(value)} does not exist; {run.id} was started in {folder}, which has it: "
                 "enter that folder first"
