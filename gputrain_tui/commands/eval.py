@@ -11,7 +11,6 @@ from gputrain_tui.lifecycle.recipe_to_run import (
     evaluation_recipe,
     naming_the_folder_of,
     recipe_of_checkpoint,
-    require_files_here,
 )
 from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint
 from trainer.contract.errors import RequestError
@@ -46,7 +45,5 @@ def run(args: Namespace) -> int:
             run=chosen.run_id,
             split=args.split,
         )
-    if chosen.run is not None and args.recipe is None:
-        require_files_here(chosen.run, recipe)
     notes = (*recipe.notes, f"evaluating {chosen.description}, {chosen.path}")
     return run_command.run_recipe(replace(recipe, notes=notes), json=args.json, detach=args.detach)

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from gputrain_tui.history.run_folders import Run, find
+from gputrain_tui.history.run_folders import Run, find, open_run
 from gputrain_tui.lifecycle.remote_nodes import remote_node
 from gputrain_tui.lifecycle.run_checkpoints import (
     ChosenCheckpoint,
@@ -25,8 +25,9 @@ from gputrain_tui.lifecycle.run_checkpoints import (
 from gputrain_tui.recipe.build import load as load_recipe
 from gputrain_tui.recipe.model import MAX_NAME_CHARS, Recipe
 from trainer.contract.builtin_tasks import options_schema
-from trainer.contract.errors import RecordError, RequestError, quoted
+from trainer.contract.errors import RecordError, RequestError
 from trainer.contract.option_rules import RESETS, require_consistent
+from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_regular
 
 
@@ -70,8 +71,6 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None) ->
         done = [f"train.{name}=false" for name in RESETS if getattr(recipe.train, name)]
         if done and source != "-":
             recipe = load_recipe(source, overrides=[*done, *settings])
-    if source == str(run.dir.recipe):
-        require_files_here(run, recipe)
     remote, first = remote_node(run.dir, 0), recipe.cluster.nodes[0].host
     if remote is not None and first != remote.host:
         raise RequestError(
@@ -112,21 +111,18 @@ def folder_hint(run: Run, *, here: Path) -> str:
     return f"{run.id} was started in {folder}, which has it: enter that folder first"
 
 
-def require_files_here(run: Run, recipe: Recipe) -> None:
-    """Refuse a recipe of a run with a relative path in ``[task]`` that only the run's folder has.
+def data_hint(recipe: Recipe, key: str) -> str:
+    """Return which folder has the file of a key of ``[task]`` that is missing here: that of the recipe's run.
 
-    Raises:
-        RequestError: it has one, which the message names with the folder.
+    Empty if the recipe is not that of a run, the path is not relative, or the run's folder has no such file either.
     """
-    folder = run.status.workdir
-    for key, value in recipe.task_options.items() if folder else ():
-        # Not a path's methods, which raise for a text that is too long for a name.
-        is_here, is_there = (os.path.exists(f"{base}/{value}") for base in (".", folder))  # noqa: PTH110
-        if isinstance(value, str) and not value.startswith("/") and is_there and not is_here:
-            raise RequestError(
-                f"task.{key}: {quoted(value)} does not exist; {run.id} was started in {folder}, which has it: "
-                "enter that folder first"
-            )
+    table, _, name = key.partition(".")
+    value, file = recipe.task_options.get(name), Path(recipe.origin.name)
+    run = open_run(file.parent) if file.name == RunDir(file.parent).recipe.name else None
+    if table != "task" or run is None or not run.status.workdir or not isinstance(value, str) or value.startswith("/"):
+        return ""
+    is_there = os.path.exists(f"{run.status.workdir}/{value}")  # noqa: PTH110 - a path raises for a text that is too long
+    return f"{run.id} was started in {run.status.workdir}, which has it: enter that folder first" if is_there else ""
 
 
 def recipe_of(run: Run) -> str:
