@@ -6,6 +6,7 @@ come at once.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -74,6 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that flushing at exit does not fail too
         return ExitCode.FINISHED
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print_message(f"cannot write standard output: {error.strerror}", program=args.program)
+        return ExitCode.FAILED
     except KeyboardInterrupt:
         return ExitCode.STOPPED
     return ExitCode.FINISHED

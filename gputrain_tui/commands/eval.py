@@ -7,7 +7,11 @@ from dataclasses import replace
 
 from gputrain_tui.commands import run as run_command
 from gputrain_tui.commands.shared_flags import add_checkpoint, add_settings
-from gputrain_tui.lifecycle.recipe_to_run import evaluation_recipe, naming_the_folder_of, recipe_of_checkpoint
+from gputrain_tui.lifecycle.recipe_to_run import (
+    evaluation_recipe,
+    naming_the_folder_of,
+    recipe_of_checkpoint,
+)
 from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint
 from trainer.contract.errors import RequestError
 

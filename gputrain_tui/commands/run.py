@@ -12,7 +12,7 @@ from gputrain_tui.commands.shared_flags import add_recipe
 from gputrain_tui.lifecycle import start
 from gputrain_tui.lifecycle.launchers import launcher
 from gputrain_tui.lifecycle.prepared import Prepared, prepare
-from gputrain_tui.lifecycle.recipe_to_run import load
+from gputrain_tui.lifecycle.recipe_to_run import data_hint, load
 from gputrain_tui.output import print_message
 from gputrain_tui.preflight import NotReadyError, warnings
 from gputrain_tui.recipe.model import Recipe
@@ -58,7 +58,7 @@ def run_recipe(recipe: Recipe, *, json: bool, detach: bool) -> int:
         return ExitCode.FINISHED
     except NotReadyError as refused:
         for problem in refused.errors:
-            print_message(problem.line)
+            print_message("; ".join(filter(None, (problem.line, data_hint(recipe, problem.key)))))
         return ExitCode.REFUSED
 
 

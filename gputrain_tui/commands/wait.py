@@ -73,8 +73,8 @@ def run(args: Namespace) -> int:
         is_interrupted = True
     for path, wait in waits.items():
         if path not in results:
-            why = "the wait was ended" if is_interrupted else f"{args.timeout:g} s are over"
-            print_message(f"{wait.run.id} is {wait.run.state} and goes on: {why}")
+            why = "only the wait has ended" if is_interrupted else f"{args.timeout:g} s are over"
+            print_message(f"{wait.run.id} is still {wait.run.state}{_reason(wait.run)}: {why}")
     if args.json:
         entries = [_summary(wait.run, results.get(path)) for path, wait in waits.items()]
         print_json(json.dumps(without_nan(entries), ensure_ascii=False))
@@ -82,6 +82,12 @@ def run(args: Namespace) -> int:
         return ExitCode.STOPPED
     codes = [results[path].exit_code if path in results else ExitCode.FAILED for path in waits]
     return next(filter(None, codes), ExitCode.FINISHED)
+
+
+def _reason(run: Run) -> str:
+    """Return why a run has not begun, or waits for its next job, in brackets; empty where that is not known."""
+    message = run.status.message if run.state in ("queued", "starting") else None
+    return f" ({message})" if message else ""
 
 
 def _summary(run: Run, result: WaitResult | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from gputrain_tui.history.run_folders import Run, find
+from gputrain_tui.history.run_folders import Run, find, open_run
 from gputrain_tui.lifecycle.remote_nodes import remote_node
 from gputrain_tui.lifecycle.run_checkpoints import (
     ChosenCheckpoint,
@@ -27,6 +27,7 @@ from gputrain_tui.recipe.model import MAX_NAME_CHARS, Recipe
 from trainer.contract.builtin_tasks import options_schema
 from trainer.contract.errors import RecordError, RequestError
 from trainer.contract.option_rules import RESETS, require_consistent
+from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_regular
 
 
@@ -108,6 +109,20 @@ def folder_hint(run: Run, *, here: Path) -> str:
     if not (folder / path).exists():
         return f"{run.id} was started in {folder}, which has no {path} any more"
     return f"{run.id} was started in {folder}, which has it: enter that folder first"
+
+
+def data_hint(recipe: Recipe, key: str) -> str:
+    """Return which folder has the file of a key of ``[task]`` that is missing here: that of the recipe's run.
+
+    Empty if the recipe is not that of a run, the path is not relative, or the run's folder has no such file either.
+    """
+    table, _, name = key.partition(".")
+    value, file = recipe.task_options.get(name), Path(recipe.origin.name)
+    run = open_run(file.parent) if file.name == RunDir(file.parent).recipe.name else None
+    if table != "task" or run is None or not run.status.workdir or not isinstance(value, str) or value.startswith("/"):
+        return ""
+    is_there = os.path.exists(f"{run.status.workdir}/{value}")  # noqa: PTH110 - a path raises for a text that is too long
+    return f"{run.id} was started in {run.status.workdir}, which has it: enter that folder first" if is_there else ""
 
 
 def recipe_of(run: Run) -> str:

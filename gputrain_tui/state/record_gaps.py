@@ -12,7 +12,10 @@ from trainer.contract.record import Finding
 from trainer.contract.record.unrecorded import RECORD_INCOMPLETE
 
 FULL = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT)))
-RECORD_ADVICE = "free space on the disk of the run directory; figures of the run are of the recorded part"
+RECORD_ADVICE = (
+    "free space on the disk of the run directory (GPUTRAIN_HOME); the training goes on without it, but checkpoints are "
+    "lost unless train.save_dir is on another disk, and figures of the run are of the recorded part"
+)
 HOST_ADVICE = "free space on that disk; steps and samples are counted, other figures are of the recorded part"
 GROWTH = 1.1
 """Factor by which the missing steps must have grown to be recorded again while the gap lasts."""

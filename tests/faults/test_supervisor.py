@@ -521,7 +521,7 @@ def test_a_wait_that_is_interrupted_leaves_the_run_and_one_that_is_not_ends_with
     assert told == f"gputrain: waiting for {run.id}; Ctrl-C ends the wait, not the run\n"
     interrupted.send_signal(signal.SIGINT)
     out, err = interrupted.communicate(timeout=LIMIT_S)
-    expected = f"gputrain: {run.id} is running and goes on: the wait was ended\n"
+    expected = f"gputrain: {run.id} is still running: only the wait has ended\n"
     assert (interrupted.returncode, out, err) == (130, "", expected)
     assert status_of(run) == "running"
     (run.dir.path / "go").touch()

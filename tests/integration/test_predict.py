@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import struct
 import sys
 from collections.abc import Callable
@@ -102,6 +103,22 @@ def test_what_cannot_be_predicted_is_one_line(
     *before, refusal = said.splitlines()
     assert text in refusal
     assert before == ["trainer: predicting with a.pt"] * bool(lines)
+
+
+def test_a_full_disk_behind_the_predictions_is_one_line(
+    docnn: Path, typed: Any, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    typed(b"a good film\n")
+    kept = os.dup(1)
+    try:
+        with Path("/dev/full").open("wb") as full:
+            os.dup2(full.fileno(), 1)
+        code = predict_inputs.main([str(docnn), "--", *DOCNN])
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+    told = capfdbinary.readouterr().err
+    assert (code, told) == (1, b"trainer: cannot write standard output: No space left on device\n")
 
 
 @pytest.mark.parametrize("name", ["reviews.CSV", "reviews.tsv"])

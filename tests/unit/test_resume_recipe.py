@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from run_dirs import run_dir
 from gputrain_tui import cli
 from gputrain_tui.lifecycle import recipe_to_run
 from gputrain_tui.paths import runs_folder
+from gputrain_tui.recipe.build import load
 from trainer.contract.errors import RequestError
 
 
@@ -90,3 +92,28 @@ def test_last_is_the_last_training_where_a_training_is_continued_or_compared(
     assert str(refused.value) == f"--resume {evaluation.id}: {told}"
     assert cli.main(["compare", "last", "last"]) == 0
     assert capsys.readouterr().out.startswith(f"{trained.id} against {trained.id}\n")
+
+
+@pytest.mark.parametrize(
+    ("data", "key", "started_in", "told"),
+    [
+        ("texts", "task.data", "project", True),
+        ("texts", "task.pattern", "project", False),
+        ("texts", "train.data", "project", False),
+        ("texts", "task.data", "elsewhere", False),
+        ("texts", "task.data", "", False),
+        ("/texts", "task.data", "project", False),
+        ("x" * 5000, "task.data", "project", False),
+    ],
+)
+def test_missing_data_of_a_run_that_its_own_folder_has_is_named_with_that_folder(
+    tmp_path: Path, data: str, key: str, started_in: str, told: bool
+) -> None:
+    (tmp_path / "project" / "texts").mkdir(parents=True)
+    folder = str(tmp_path / started_in) if started_in else ""
+    run = make_run(tmp_path / "runs", status="stopped", workdir=folder)
+    run.dir.recipe.write_text(f'[train]\ntask = "lm"\n[task]\ndata = "{data}"\n')
+    hint = f"{run.id} was started in {folder}, which has it: enter that folder first"
+    recipe = load(str(run.dir.recipe))
+    assert recipe_to_run.data_hint(recipe, key) == (hint if told else "")
+    assert recipe_to_run.data_hint(replace(recipe, origin=replace(recipe.origin, name="r.toml")), key) == ""

@@ -78,7 +78,7 @@ def test_a_run_that_goes_on_after_the_time_counts_as_1_and_is_told(
 ) -> None:
     going = make_run(home, status="running", supervisor=identify(os.getpid())).id
     assert cli.main(["wait", going, "--timeout", "0"]) == 1
-    assert capsys.readouterr() == ("", f"gputrain: {going} is running and goes on: 0 s are over\n")
+    assert capsys.readouterr() == ("", f"gputrain: {going} is still running: 0 s are over\n")
     stopped = make_run(home, status="stopped", exit_code=130).id
     assert cli.main(["wait", stopped, going, "--timeout=0", "--json"]) == 130
     assert [each["state"] for each in json.loads(capsys.readouterr().out)] == ["stopped", "running"]
