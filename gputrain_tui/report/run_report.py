@@ -144,6 +144,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     ended: float | None = None
     duration_s: float | None = None
     """Until now, or the end."""
+    jobs: int | None = None
+    """Jobs of Slurm that have begun; steps, samples and rates are of all of them. None where it runs in none."""
     step: int = 0
     epoch: int = 0
     world_size: int
@@ -195,6 +197,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     started: float | None = None
     ended: float | None = None
     duration_s: float | None = None
+    jobs: int | None = None
     checkpoints: tuple[SavedCheckpoint, ...] = ()
     previous_run: str | None = None
     changes: tuple[RecipeChange, ...] = ()

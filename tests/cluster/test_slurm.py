@@ -582,7 +582,7 @@ def test_a_run_with_requeue_goes_on_after_each_time_limit_as_one_run(user: Slurm
     ] * len(ways)
     assert sum(event["type"] == "run_ended" for event in own) == 1
     (entry,) = json.loads(user.run("runs", "--json").stdout)
-    assert entry["jobs"] == len(ways) + 1
+    assert entry["jobs"] == json.loads(user.run("report", "last", "--json").stdout)["jobs"] == len(ways) + 1
     closing = rf"^finished in [\d: s]+, in {len(ways) + 1} jobs, {steps} steps, [\d,]+ samples$"
     assert re.search(closing, (user.folder / "output").read_text(), re.MULTILINE)
     if "successor" in ways:
