@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import msgspec
 
@@ -27,7 +28,7 @@ from gputrain_tui.lifecycle.remote_nodes import path_with_host
 from gputrain_tui.output import json_line
 from gputrain_tui.preflight.result import CheckResult, NotReadyError
 from gputrain_tui.state import RunState
-from trainer.contract.errors import ExitCode, RequestError, printable
+from trainer.contract.errors import ExitCode, RecordError, RequestError, printable
 from trainer.contract.record import AnyEvent, RunEnded
 from trainer.contract.stop_level import StopLevel
 from trainer.host.process_identity import HELD_S
@@ -270,8 +271,8 @@ def _end_lines(run: Run, status: Status, state: RunState) -> list[list[Piece]]:
     lines = attempt_lines(state)
     failure = state.root_cause
     if status.status == "failed" and failure is not None:
-        node = next((view.node for view in state.ranks.values() if view.host == failure.host), None) or 0
-        log = run.dir.rank_log(failure.rank) if failure.rank is not None else run.dir.node_log(node)
+        own = failure.rank is not None
+        log = run.dir.rank_log(failure.rank or 0) if own else run.dir.node_log(_node_on(failure.host, run, state))
         lines += failure_block(failure, attempt_outcome.last_lines(log, LOG_LINES), str(log))
     if status.status == "failed" and status.message and (failure is None or status.message != failure.message):
         # The failure of the last attempt if it differs from the root cause in the record, or a note on the record.
@@ -289,6 +290,14 @@ def _end_lines(run: Run, status: Status, state: RunState) -> list[list[Piece]]:
         none = "no process of the run is left" + (" on the hosts that answer" if is_silent else "")
         lines.append([(f"processes left: {left}", "alarm") if left else (none, "")])
     return lines
+
+
+def _node_on(host: str | None, run: Run, state: RunState) -> int:
+    """Return the node on a host, by its ranks or, before these record, by the plan; the first one if none is known."""
+    known = [(view.host, view.node) for view in state.ranks.values()]
+    with suppress(RecordError):
+        known += [(node.host, node.node) for node in read_plan(run.dir).nodes]
+    return next((node for name, node in known if name == host and node is not None), 0)
 
 
 def use_colour(terminal: bool, environ: Mapping[str, str]) -> bool:

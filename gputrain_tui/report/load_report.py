@@ -90,6 +90,7 @@ def run_facts(live: LiveRun, *, known: RunFacts | None = None) -> RunFacts:
         started=status.started or None,
         ended=status.ended,
         duration_s=live.elapsed_s,
+        jobs=status.jobs or None,
         checkpoints=tuple(saved_checkpoints(live)),
         previous_run=previous_id,
         changes=changes,

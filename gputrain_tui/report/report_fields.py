@@ -192,6 +192,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds; null while it goes on."""
     duration_s: float | None = None
     """Until now, or the end."""
+    jobs: int | None = None
+    """Jobs of Slurm that have begun; steps, samples and rates are of all of them. None where it runs in none."""
     step: int | None = None
     """Optimizer steps that all ranks have done; null before the first."""
     counts_anew: bool = False

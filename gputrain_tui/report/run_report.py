@@ -43,6 +43,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     started: float | None = None
     ended: float | None = None
     duration_s: float | None = None
+    jobs: int | None = None
     checkpoints: tuple[SavedCheckpoint, ...] = ()
     previous_run: str | None = None
     changes: tuple[RecipeChange, ...] = ()

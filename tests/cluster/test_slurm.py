@@ -585,7 +585,7 @@ def test_a_run_with_requeue_goes_on_after_each_time_limit_as_one_run(user: Slurm
     ] * len(ways)
     assert sum(event["type"] == "run_ended" for event in own) == 1
     (entry,) = json.loads(user.run("runs", "--json").stdout)
-    assert entry["jobs"] == len(ways) + 1
+    assert entry["jobs"] == json.loads(user.run("report", "last", "--json").stdout)["jobs"] == len(ways) + 1
     closing = rf"^finished in [\d: s]+, in {len(ways) + 1} jobs, {steps} steps, [\d,]+ samples$"
     assert re.search(closing, (user.folder / "output").read_text(), re.MULTILINE)
     if "successor" in ways:
@@ -733,12 +733,22 @@ def parameters(record: Path) -> str:
         ("slurm.nodes=9", 2, "slurm.nodes is 9, but there are 2 [[cluster.nodes]]"),
         ("slurm.setup=echo no such module >&2; false", 1, "no such module; slurm.setup ended with exit code 1"),
         ("cluster.workdir=/nowhere", 1, " has no folder /nowhere, the workdir of its node"),
+        (
+            "cluster.setup=case $(hostname) in n2) echo broken; false;; esac",
+            1,
+            "did not finish: setup ended with exit code",
+        ),
     ],
 )
 def test_a_refusal_of_slurm_or_a_node_is_reported_verbatim(user: SlurmUser, setting: str, code: int, line: str) -> None:
     ended = user.run("run", "recipe.toml", "--set", setting, check=False)
     assert ended.returncode == code
     assert line in ended.stderr
+    if failed := re.search(
+        r"^the run failed on n(\d): .*\n.*\n  its last output, of .*/node-(\d).log:", ended.stderr, re.M
+    ):
+        assert int(failed[1]) == int(failed[2]) + 1
+    assert bool(failed) == setting.startswith("cluster.")
     assert not user.cluster.run("squeue", "--noheader").stdout
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -122,7 +123,6 @@ def test_a_task_of_ones_own_is_described_by_importing_it(tmp_path: Path, capfd: 
         (["--lr", "fast"], "--lr is 'fast', but must be one or more numbers > 0"),
         (["--lr"], "--lr needs a value"),
         (["--layers", "0"], "--layers is '0', but must be an integer >= 1"),
-        (["--data", "/no/such/text"], "/no/such/text"),
         (["--optimizer", "adamm"], "did you mean 'adam'?"),
         (["--distributed-world-size", "0"], "--distributed-world-size is '0'"),
         (["--distributed-world-size", "4", "--distributed-gpus", "2"], "--distributed-init-method"),
@@ -140,6 +140,17 @@ def test_a_wrong_request_is_one_line_and_nothing_starts(
     assert fragment in stderr
     assert stderr.startswith("trainer: ")
     assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("missing", ["/no/such/text", "no*such", "."])
+def test_missing_data_are_one_line_and_code_3_as_by_the_preflight(
+    missing: str, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = [*(["--pattern", "*.absent"] if missing == "." else []), "--data", missing]
+    assert main(words(data, *more), {}) == 3
+    assert re.fullmatch(
+        r"trainer: .*(does not exist|matches no file|has no file that matches).*\n", capsys.readouterr().err
+    )
 
 
 def test_several_ranks_without_gpus_need_the_cpu_flag(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

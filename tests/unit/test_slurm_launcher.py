@@ -183,6 +183,28 @@ def test_the_reason_of_a_run_ended_by_slurm_is_read_from_its_output(
     assert (found.failure.message if found.failure else found.reason) == words
 
 
+@pytest.mark.parametrize(
+    ("is_script", "log", "status", "reason"),
+    [
+        (True, f"{STEP} DUE TO TIME LIMIT ***", "stopped", "it reached its time limit in Slurm"),
+        (True, f"{STEP} ***", "stopped", "it was cancelled in Slurm"),
+        (True, "srun: Job step created", "finished", None),
+        (False, f"{STEP} DUE TO TIME LIMIT ***", "finished", None),
+    ],
+    ids=["time limit", "scancel", "by itself", "a task has made all steps"],
+)
+def test_a_script_that_ends_with_0_after_slurm_has_cancelled_its_step_has_not_finished(
+    tmp_path: Path, is_script: bool, log: str, status: str, reason: str | None
+) -> None:
+    run_dir, there = RunDir(tmp_path), planned(1, 1)
+    for node in there.nodes:
+        node.argv.extend(["--script", "a.py"] if is_script else [])
+    run_dir.logs.mkdir()
+    run_dir.node_log(1).write_text(log + "\n")
+    found = with_slurm_cause(AttemptResult(status="finished"), there, run_dir, requeues=lambda _: False)
+    assert (found.status, found.reason) == (status, reason)
+
+
 def test_a_node_whose_step_broke_off_is_lost_and_a_run_that_is_requeued_is_stopped_only(tmp_path: Path) -> None:
     run_dir, there = RunDir(tmp_path), planned(1, 1)
     for node, reason in ((0, "stopped by the command that started it"), (1, LEASE_LOST)):

@@ -13,6 +13,7 @@ from gputrain_tui.history.plan_file import read_job
 from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.attempt import AttemptResult, failed
+from gputrain_tui.lifecycle.restart import SCRIPT_FLAG
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.tables import ranks_text, size
 from trainer.contract.errors import RequestError
@@ -87,12 +88,16 @@ def with_slurm_cause(
 
     ``since`` has the sizes of the logs at the start of the last attempt.
     """
-    if ended.status == "finished" or (ended.status == "stopped" and str(ended.reason).endswith(USER_STOP_SUFFIXES)):
+    if ended.status == "finished" and not any(SCRIPT_FLAG in node.argv for node in plan.nodes):
+        return ended
+    if ended.status == "stopped" and str(ended.reason).endswith(USER_STOP_SUFFIXES):
         return ended
     node_texts = [(node, _slurm_lines(run_dir.node_log(node.node), since)) for node in plan.nodes]
     texts = [*(text for _, text in node_texts), _slurm_lines(run_dir.logs / "supervisor.log", since)]
     last = [lines[-1] for text in texts if (lines := [line for line in text.splitlines() if CANCELLED in line])]
     cause = next((cause for text, cause in SLURM_MESSAGES if any(text in line for line in last)), "")
+    if ended.status == "finished":  # a script that ends with 0 on the signal is stopped, before its node agent hears it
+        return AttemptResult(status="stopped", reason=cause or slurm_commands.WORDS["CANCELLED"]) if last else ended
     failure = ended.failure
     is_consequence = failure is None or failure.kind in CONSEQUENCES or KILLED_WORKER in failure.message
     for node, text in node_texts:
