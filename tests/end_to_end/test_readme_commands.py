@@ -70,6 +70,7 @@ def shell(folder: Path, home: Path) -> Callable[[str], str]:
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "GPUTRAIN_HOME": str(home),
+        "GPUTRAIN_CACHE": str(home / "cache"),  # each page has the tokens of the first run, as a user has
     }
 
     def run(command: str) -> str:

@@ -127,8 +127,11 @@ LIKE_OTHERS = (
 """Each case imports the compiler, for a second or more; these ask in ways between those of others."""
 
 FORKING = """
-import json, os, sys, traceback
+import gc, json, os, sys, traceback
 import trainer.agent.preload_torch
+import sympy, torch.distributed.fsdp  # half of what the compiler imports in each case, and nothing of it
+assert "torch._dynamo" not in sys.modules
+gc.disable()
 for name, code in json.load(sys.stdin).items():
     if not (pid := os.fork()):
         try:
