@@ -17,7 +17,7 @@ from gputrain_tui.state.rank_state import KEPT, RankView, rank_outcome
 from gputrain_tui.state.record_gaps import RECORD_ADVICE
 from gputrain_tui.state.share_changes import ShareChanges
 from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness, latest, synchronised
-from gputrain_tui.state.world import divided, is_of_former, still_standing
+from gputrain_tui.state.world import divided, is_of_former, samples_of_attempt, still_standing
 from trainer.contract import record
 from trainer.contract.outcome import RECORD_END_MISSING, RESTARTED, root_cause
 from trainer.contract.record.downsampled import DownsampledBlock
@@ -338,8 +338,8 @@ class RunState:
         self.findings = {(each.kind, each.rank): each for each in still_standing(self.findings.values(), self.former)}
         if event.attempt:  # the attempt before is over, on all nodes
             self.joining = None
-            self.nodes.clear()
-            self.desync.restart()
+            self.nodes = samples_of_attempt(self.nodes, self.former, event.time)
+            self.desync.restart(event.world_size, event.time)
 
     def _rank_state(self, event: record.RankState) -> None:
         view = self.rank(event.rank)

@@ -134,6 +134,33 @@ def test_events_of_a_gone_rank_that_come_late_bring_it_not_back() -> None:
     assert state.desync.equal is True
 
 
+def test_a_record_read_as_a_whole_keeps_hosts_and_checksums_of_the_last_attempt() -> None:
+    """A reader brings the world of an attempt after all that its ranks and nodes have recorded."""
+    state = RunState(world_size=3)
+    samples = [
+        NodeSample(time=BEGIN + at, node=node, host=host, cores=2, ranks=[RankSample(rank=rank, rss_bytes=9)])
+        for at, node, host, rank in [
+            (2, 0, "h1", 0),
+            (3, 1, "h2", 1),
+            (3, 2, "h3", 2),
+            (60, 0, "h1", 0),
+            (61, 1, "h3", 1),
+        ]
+    ]
+    checksums = [
+        Checksum(time=BEGIN + at, rank=rank, step=number, parameters=str(at), buffers="b")
+        for at, rank, number in [(4, 0, 6), (4, 1, 6), (60, 0, 8), (60, 1, 8), (62, 0, 9), (62, 1, 9)]
+    ]
+    state.apply_all([*samples, *checksums])
+    assert state.desync.equal is None, "of three ranks only two have answered"
+    state.apply(CHANGE)
+    assert {node: sample.host for node, sample in state.nodes.items()} == {0: "h1", 1: "h3"}
+    assert state.desync.equal is True
+    state.apply(Checksum(time=BEGIN + 63, rank=0, step=10, parameters="a", buffers="b"))
+    state.apply(Checksum(time=BEGIN + 63, rank=1, step=10, parameters="c", buffers="b"))
+    assert state.desync.equal is False
+
+
 def test_a_rank_that_is_gone_is_neither_stalled_nor_does_it_keep_the_diagnosis_from_its_rows() -> None:
     state, diagnosis = RunState(world_size=3, history=HISTORY), Diagnosis()
     for event in in_time_order()[:-1]:
