@@ -238,9 +238,10 @@ def test_a_rank_that_is_too_slow_even_with_one_sample_is_told_once(tmp_path: Pat
     done = train(tmp_path, *FLAGS, *flags, ranks=2)
     assert done.code == 0, done.output
     assert changes(done)[-1]["shares"] == [3, 1]
-    told = [event for event in done.events_of("finding", 0) if event["kind"] == "slow_with_one_sample"]
+    told = [event for event in done.events_of("finding") if event["kind"] == "slow_with_one_sample"]
     assert len(told) == 1
     assert told[0]["message"].startswith("rank 1 takes ")
+    assert told[0]["rank"] == 1, "views name it by this, not by the rank that wrote it"
 
 
 @pytest.mark.parametrize(

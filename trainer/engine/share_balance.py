@@ -267,6 +267,7 @@ class ShareBalance:
             f"rank {slowest} takes {each[slowest]:.3g} ms for one sample, and the others {others:.3g} ms for their "
             "shares: no share of it is small enough to be as fast",
             severity="warning",
+            rank=slowest,
             advice=f"raise --global-batch-size, or train without rank {slowest}",
         )
 
