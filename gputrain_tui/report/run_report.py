@@ -12,6 +12,7 @@ from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.figures import GroupFigures, mean_phase_ms, mean_share, run_groups
 from gputrain_tui.state.finding_text import failure_summary, failure_words
 from gputrain_tui.state.newest_metrics import newest_values
+from gputrain_tui.state.share_changes import SharesFromStep
 from gputrain_tui.state.totals import PHASES, Totals
 from trainer.contract.outcome import RESTARTED
 from trainer.contract.record import NodeSample
@@ -50,6 +51,8 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     device: str | None = None
     outcome: str | None = None
     steps: int = 0
+    share: int | None = None
+    """Its samples or tokens of the global batch; None where shares are not balanced."""
     loss: float | None = None
     samples_per_s: float | None = None
     step_ms: float | None = None
@@ -161,6 +164,10 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float | None = None
     mfu: float | None = None
     ranks: tuple[RankSummary, ...] = ()
+    shares: tuple[SharesFromStep, ...] = ()
+    """The newest changes of the ranks' shares, the oldest first; none where shares are not balanced."""
+    parameters_equal: bool | None = None
+    """Whether they were at the last comparison of all ranks; None before it, and where each rank has a part of them."""
     loss: float | None = None
     loss_unit: str = ""
     validations: tuple[ValidationReport, ...] = ()
@@ -219,6 +226,8 @@ def run_report(state: RunState, facts: RunFacts) -> RunReport:
         tokens_per_s=figures.tokens_per_s,
         mfu=figures.mfu,
         ranks=_ranks(state),
+        shares=state.shares.described(),
+        parameters_equal=None if state.desync.divided or state.world_size == 1 else state.desync.equal,
         loss=figures.loss,
         loss_unit=state.loss_unit,
         validations=tuple(
@@ -400,6 +409,7 @@ def _rank(view: RankView, late: Mapping[int, float], named: Mapping[int, Sequenc
         device=view.device,
         outcome=view.outcome,
         steps=view.totals.steps,
+        share=view.share,
         loss=view.loss,
         samples_per_s=view.totals.samples_per_s,
         step_ms=view.totals.mean_step_ms,

@@ -35,9 +35,7 @@ def samples_of_attempt(
     nodes: Mapping[int, NodeSample], former: Mapping[int, object], began: float
 ) -> dict[int, NodeSample]:
     """Return the newest samples of nodes that an attempt has; a record that is read as a whole has them before it."""
-    return {
-        node: sample for node, sample in nodes.items() if sample.time >= began and not is_of_former(sample, former)
-    }
+    return {node: sample for node, sample in nodes.items() if sample.time >= began and not is_of_former(sample, former)}
 
 
 def is_of_former(sample: NodeSample, former: Mapping[int, object]) -> bool:
