@@ -77,8 +77,8 @@ class RunState:
         """By rank, the newest answer to a request for its stacks."""
         self._pace = Pace()
         self._attempt = 1
-        self._attempt_began = 0.0
-        """Time at which the last restart spawned its first rank, Unix seconds."""
+        self.attempt_began = 0.0
+        """Time at which the newest attempt after the first one began, Unix seconds; 0 in the first one."""
         self._figures = RunFigures()
         self._late: dict[int, float] = {}
         self._synchronised: Sequence[frozenset[int]] | None = None
@@ -346,7 +346,7 @@ class RunState:
         if event.state == "spawned":
             view.starts += 1
             if view.starts > self._attempt:
-                self._attempt, self._attempt_began = view.starts, event.time
+                self._attempt, self.attempt_began = view.starts, event.time
                 self._attribute()
             if view.last is not None:
                 view.restarted_at = event.time
@@ -386,7 +386,7 @@ class RunState:
         if event.kind == RECORD_INCOMPLETE and event.rank is not None:
             self.rank(event.rank).count_unrecorded(event)
         if event.kind == RESTARTED:  # the failure before is no longer that of the run
-            self._attempt_began = event.time
+            self.attempt_began = event.time
             self._attribute()
         if event.kind == "host_silent" and event.state == "cleared":
             self.silence_ended_at = event.time
@@ -416,7 +416,7 @@ class RunState:
         if recent:
             recent = [max(recent, key=lambda failure: (len(failure.message), failure.time))]
         else:
-            recent = [failure for failure in self.failures if failure.time >= self._attempt_began]
+            recent = [failure for failure in self.failures if failure.time >= self.attempt_began]
         before, self.root_cause = self.root_cause, root_cause((int(f.time * 1e9), f) for f in recent)
         if self.root_cause is not before:
             self._update_outcomes()
