@@ -60,7 +60,13 @@ def closing_table(state: RunState, width: int) -> list[list[Piece]]:
     late = state.lateness()
     without = "samples/s" if run_throughput(views).samples_per_s is None else "steps/s"
     hidden_titles = {without} if state.shares.newest is not None else {without, "share"}
-    columns = [column for column in COLUMNS if column[0].title not in hidden_titles]
+    # Of ranks on several hosts the host matters more than the optimizer's part of a step.
+    order = {"host": 1, "optimizer": 2} if len({view.host for view in views}) > 1 else {}
+    columns = [
+        (title, order.get(title.title, omitted), cell)
+        for title, omitted, cell in COLUMNS
+        if title.title not in hidden_titles
+    ]
     if hidden > 0:
         views = sorted(views, key=lambda view: (-late.get(view.rank, 0.0), view.rank))[:MAX_TABLE_RANKS]
     for dropped in range(6 if late else 5, 0, -1):
