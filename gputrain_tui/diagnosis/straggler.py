@@ -181,7 +181,7 @@ def _own_work_symptom(
         step=window[-1].step,
         confirmed=confirmed,
         whole_ms=median([row.step_ms for row in agreeing]),
-        script=state.plan is None,
+        batches="_script" if state.plan is None else "_balanced" if state.shares.newest is not None else "",
     )
     return _with_waiting(symptom, state.ranks[rank].groups, agreeing, index, ranks)
 
@@ -278,9 +278,12 @@ def _symptom(
     step: int,
     confirmed: bool,
     whole_ms: float,
-    script: bool = False,
+    batches: str = "",
 ) -> Symptom:
-    """Return the symptom; ``step_ms`` is a usual step with this lateness, ``whole_ms`` the one by the clock."""
+    """Return the symptom; ``step_ms`` is a usual step with this lateness, ``whole_ms`` the one by the clock.
+
+    ``batches`` ends the key of an advice that depends on whether a rank's batches may become smaller.
+    """
     share = late_ms / step_ms
     of_whole = min(late_ms / whole_ms, 1.0) if whole_ms > 0 else share
     return Symptom(
@@ -301,7 +304,7 @@ def _symptom(
             **evidence,
             **cause.evidence,
         },
-        advice=ADVICE.get(f"{cause.name}_script" if script else cause.name, ADVICE[cause.name]),
+        advice=ADVICE.get(cause.name + batches, ADVICE[cause.name]),
     )
 
 
