@@ -211,6 +211,16 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
             "[cluster]\non_stall = stop  # now\n",
             'r.toml:2: is not valid TOML: Invalid value; a text needs quotes: on_stall = "stop"',
         ),
+        ("[train]\nlr = 0,05  # now\n", "; a number has a decimal point: lr = 0.05"),
+        (
+            '[cluster.nodes]\nhost = "a"\n[cluster.nodes]\nhost = "b"\n',
+            "r.toml:3: is not valid TOML: Cannot declare ('cluster', 'nodes') twice; "
+            "write [[cluster.nodes]] before each node",
+        ),
+        (
+            '[train]\ntask = "my.py"\n',
+            "r.toml:2: train.task is 'my.py': a file has no task without the name of its class: my.py:Class",
+        ),
         ("a = 1\nb = ~/x", 'r.toml:2: is not valid TOML: Invalid value; a text needs quotes: b = "~/x"'),
         (
             '[train]\nscript = "t.py"\non_stall = "stop"\n',
