@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from gputrain_tui.history.comparison import CurveHistory
 from gputrain_tui.history.export.extent import shortcomings
 from gputrain_tui.history.export.live_scalars import LiveScalars
 from gputrain_tui.history.export.steps import RecordedSteps
+from gputrain_tui.history.export.table import write_csv
 from gputrain_tui.history.known_ranks import KnownRanks
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
@@ -293,6 +296,16 @@ def test_an_export_has_the_ranks_of_all_attempts_and_names_no_gap(run: Run) -> N
     rows = [(row[0].attempt, row[0].step.step, len(row)) for row in record.over_ranks()]
     assert rows == [(1, n, 3) for n in range(1, OLD)] + [(1, OLD, 2)] + [(2, n, 2) for n in range(5, NEW + 1)]
     assert shortcomings(run, list(record.extents.values())) == []
+
+
+def test_a_csv_names_the_host_of_each_attempt(run: Run) -> None:
+    write(run.dir.rank_events(1), replace(spawned(1, 80, 30), host="h3"), step(1, 7, 81))
+    written = io.BytesIO()
+    write_csv(RecordedSteps(run, range(run.status.recorded_ranks)), written)
+    rows = list(csv.DictReader(io.StringIO(written.getvalue().decode())))
+    hosts = {(row["rank"], row["attempt"]): row["host"] for row in rows}
+    assert hosts == {("0", "1"): "h1", ("0", "2"): "h1", ("1", "1"): "h2", ("1", "2"): "h2", ("1", "3"): "h3",
+                     ("2", "1"): "h3"}  # fmt: skip
 
 
 def test_a_world_event_is_read_back_as_written() -> None:
