@@ -234,7 +234,7 @@ def test_a_rank_whose_memory_holds_no_sample_is_named_before_the_training(tmp_pa
 
 
 def test_a_rank_that_is_too_slow_even_with_one_sample_is_told_once(tmp_path: Path) -> None:
-    flags = ("--batch-size", "balanced", "--global-batch-size", 4, "--sample-ms", "0.2,30", "--max-updates", 60)
+    flags = ("--batch-size", "balanced", "--global-batch-size", 4, "--sample-ms", "0.2,30", "--max-updates", 90)
     done = train(tmp_path, *FLAGS, *flags, ranks=2)
     assert done.code == 0, done.output
     assert changes(done)[-1]["shares"] == [3, 1]

@@ -8,7 +8,15 @@ from statistics import median
 
 import pytest
 
-from trainer.contract.balanced_shares import MIN_GAIN, WINDOW, ComputeTime, RankFit, ShareChoice, equal_shares
+from trainer.contract.balanced_shares import (
+    MIN_GAIN,
+    WINDOW,
+    ComputeTime,
+    LeastShareWatch,
+    RankFit,
+    ShareChoice,
+    equal_shares,
+)
 from trainer.contract.record import Step
 from trainer.engine.rank_compute import compute_ms
 
@@ -203,3 +211,25 @@ def test_three_ranks_at_1_2_4_come_within_the_least_gain_of_their_limit() -> Non
     changes = simulate(lambda step, rank, share: a_step(2.0**rank * share, 0.0, None), ranks=3, total=56, steps=200)
     found = changes[-1][1]
     assert max(2**rank * share for rank, share in enumerate(found)) <= 32 * (1 + 2 * MIN_GAIN)
+
+
+SLOW, EVEN = (ComputeTime(20.0, 0.1), ComputeTime(1.0, 0.1)), (ComputeTime(7.0, 0.1), ComputeTime(1.0, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("measured", "told"),
+    [
+        ([(SLOW, (1, 63))] * 3, (0, pytest.approx(20.1), pytest.approx(7.3))),
+        ([(SLOW, (1, 63))] * 2, None),
+        ([(SLOW, (1, 63)), (EVEN, (1, 63))] * 9, None),  # few steps are long, as by a CPU quota
+        ([(SLOW, (2, 62))] * 9, None),
+        ([(SLOW, (1, 63)), (SLOW[::-1], (63, 1))] * 9, None),
+        ([(SLOW, (1, 63))] * 9, (0, pytest.approx(20.1), pytest.approx(7.3))),
+    ],
+)
+def test_a_rank_that_is_too_slow_with_one_sample_is_told_once_by_measurements_that_agree(
+    measured: list[tuple[tuple[ComputeTime, ...], tuple[int, ...]]], told: tuple[int, float, float] | None
+) -> None:
+    watch = LeastShareWatch()
+    found = [each for each in (watch.add(times, current) for times, current in measured) if each is not None]
+    assert found == ([] if told is None else [told])

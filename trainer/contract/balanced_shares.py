@@ -151,3 +151,31 @@ class ShareChoice:
             return None
         better = shares(times, bounds, self._total, least=self._least)
         return None if better == tuple(current) else better
+
+
+class LeastShareWatch:
+    """A rank that is the slowest one even with one sample: told once, after measurements that agree.
+
+    One measurement is not enough: the steps that a CPU quota holds back are few and long, and seem to be a fixed time.
+    """
+
+    def __init__(self) -> None:
+        self._rank: int | None = None
+        self._measurements = 0
+        self._told = False
+
+    def add(self, times: Sequence[ComputeTime], current: Sequence[int]) -> tuple[int, float, float] | None:
+        """Add a measurement with some shares; return the rank, its time and the longest one of the others, ms."""
+        agreeing = 3  # measurements in a row, of ``WINDOW`` steps each
+        each = [fit.of(share) for fit, share in zip(times, current, strict=True)]
+        slowest = each.index(max(each))
+        others = max(ms for rank, ms in enumerate(each) if rank != slowest)
+        if current[slowest] > 1 or each[slowest] < (1 + MIN_GAIN) * others:
+            self._rank, self._measurements = None, 0
+            return None
+        self._measurements = self._measurements + 1 if slowest == self._rank else 1
+        self._rank = slowest
+        if self._told or self._measurements < agreeing:
+            return None
+        self._told = True
+        return slowest, each[slowest], others

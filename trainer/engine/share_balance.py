@@ -16,9 +16,9 @@ import msgspec
 
 from trainer import distributed
 from trainer.contract.balanced_shares import (
-    MIN_GAIN,
     WINDOW,
     ComputeTime,
+    LeastShareWatch,
     RankFit,
     ShareChoice,
     attainable,
@@ -90,7 +90,7 @@ class ShareBalance:
         """Models of the ranks' devices, where speeds are measured."""
         self._change: ShareChange | None = None
         """The last change, until it was measured."""
-        self._told_slow = False
+        self._least_share = LeastShareWatch()
         self._begin(1)
 
     def _begin(self, step: int) -> None:
@@ -254,17 +254,14 @@ class ShareBalance:
 
     def _tell_slow(self) -> None:
         """Report, once, a rank that is the slowest one even with one sample."""
-        current = self._shares
-        each = [fit.of(share) for fit, share in zip(self._times, current, strict=True)]
-        slowest = each.index(max(each))
-        others = max(ms for rank, ms in enumerate(each) if rank != slowest)
-        if self._told_slow or current[slowest] > 1 or each[slowest] < (1 + MIN_GAIN) * others:
+        found = self._least_share.add(self._times, self._shares)
+        if found is None:
             return
-        self._told_slow = True
+        slowest, ms, others_ms = found
         reports.finding(
             self._ctx,
             "slow_with_one_sample",
-            f"rank {slowest} takes {each[slowest]:.3g} ms for one sample, and the others {others:.3g} ms for their "
+            f"rank {slowest} takes {ms:.3g} ms for one sample, and the others {others_ms:.3g} ms for their "
             "shares: no share of it is small enough to be as fast",
             severity="warning",
             rank=slowest,
