@@ -202,7 +202,9 @@ def status_line(state: RunState, *, status: str | None = None, elapsed_s: float 
     style = "alarm" if status == "failed" else "bold"
     steps = f", {state.step} step{'s' * (state.step != 1)}" + " since then" * begun_anew
     resumed = f" since step {state.plan.first_update}" if state.plan is not None and state.plan.first_update else ""
-    steps += (f", {samples:,} samples" + " in all" * begun_anew + resumed * (not restarts)) * bool(samples)
+    # Those that a failed attempt made after its last checkpoint are made again, and counted in both.
+    of = " in all attempts" if restarts else resumed
+    steps += f", {samples:,} samples{of}" * bool(samples)
     if state.record_gap and state.counts_all_steps:
         steps = f"{steps}; {state.record_gap}"
     elif state.record_gap:

@@ -240,7 +240,10 @@ def test_the_closing_line_of_a_failed_run_names_no_finding_but_its_cause(
 
 @pytest.mark.parametrize(
     ("is_script", "told"),
-    [(False, "120 steps, 7,680 samples"), (True, "120 steps since then, 7,680 samples in all")],
+    [
+        (False, "120 steps, 7,680 samples in all attempts"),
+        (True, "120 steps since then, 7,680 samples in all attempts"),
+    ],
 )
 def test_the_closing_line_names_the_restarts_after_which_a_script_counts_anew(is_script: bool, told: str) -> None:
     state = trained(limit=not is_script)
