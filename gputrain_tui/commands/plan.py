@@ -13,7 +13,7 @@ import msgspec
 from gputrain_tui import paths
 from gputrain_tui.commands.shared_flags import add_recipe
 from gputrain_tui.history.run_folders import create_by_hand
-from gputrain_tui.hosts.host_names import LocalFacts, is_address, is_pending
+from gputrain_tui.hosts.host_names import LocalFacts, is_address, is_local, is_pending
 from gputrain_tui.lifecycle.prepared import endless_reason, plan_with_inventories
 from gputrain_tui.lifecycle.recipe_to_run import recipe_text
 from gputrain_tui.output import print_json, print_message
@@ -89,11 +89,15 @@ def run(args: Namespace) -> int:
         saving_s = saving_time_before(recipe)
         print(script(plan, name=recipe.name, options=recipe.slurm, saving_s=saving_s), end="")
     else:
-        shares = _shares(recipe, plan, device_models(plan, facts, planned.local))
+        models = device_models(plan, facts, planned.local)
+        shares = _shares(recipe, plan, models)
         if args.json:
             print_json(msgspec.json.encode(_PlanWithShares(**msgspec.structs.asdict(plan), shares=shares)).decode())
         else:
-            print(report(plan, recipe.name, shares="" if shares is None else _shares_line(recipe, shares)))
+            # Otherwise the first host or the ranks alone know what earlier runs have measured.
+            known = bool(models) and not recipe.train.max_tokens and is_local(plan.nodes[0].host, planned.local)
+            line = "" if shares is None else _shares_line(recipe, shares, known=known)
+            print(report(plan, recipe.name, shares=line))
     return ExitCode.FINISHED
 
 
@@ -134,7 +138,7 @@ def _shares(recipe: Recipe, plan: Plan, models: Sequence[str]) -> _FirstShares |
     return _FirstShares("start", equal_shares(train.global_batch_size, plan.world_size))
 
 
-def _shares_line(recipe: Recipe, first: _FirstShares) -> str:
+def _shares_line(recipe: Recipe, first: _FirstShares, *, known: bool) -> str:
     train = recipe.train
     total = f"{train.global_batch_size:,} {'tokens' if train.max_tokens else 'samples'}"
     if first.shares is None:
@@ -142,6 +146,7 @@ def _shares_line(recipe: Recipe, first: _FirstShares) -> str:
     why = ", by earlier runs on such devices"
     if first.cause == "start":
         why = ": equal, until the ranks have measured their speeds"
+        why += "" if known else ", or by earlier runs on such devices"
     return f"shares {shares_text(first.shares)} of {total} at the start{why}"
 
 

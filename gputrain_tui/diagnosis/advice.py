@@ -31,6 +31,14 @@ WHERE = "while it runs, `gputrain stacks`, or K on a rank's page in the console,
 DEVICE = "compare its device, its input sizes and other processes there with those of the other ranks; "
 FORWARD = DEVICE + "code that only this rank runs is a common cause. If its time grows with its samples, "
 BACKWARD = DEVICE + "hooks that only this rank runs are a common cause. If its time grows with its samples, "
+SEVERAL = (
+    "compare this rank's phases with the others' in the evidence; if several are longer at once, suspect the device "
+    "itself or another job on it"
+)
+SMALLER_SHARE = (
+    "it gets a smaller share of the batch; one that is too slow even with a single sample needs a larger "
+    "global_batch_size, or stays out (gputrain help shares)"
+)
 ADVICE = {
     "data": "check the rank's disk, its share of the data and its sample lengths; more loader workers (num_workers) "
     "hide reading behind computing",
@@ -54,8 +62,8 @@ ADVICE = {
     "(batch_size = balanced)",
     "gpu_thermal": "check its fans, air flow and the slots beside it; until then lower its power limit "
     "(nvidia-smi -pl) or leave this GPU out",
-    "unattributed": "compare this rank's phases with the others' in the evidence; if several are longer at once, "
-    "suspect the device itself or another job on it",
+    "unattributed": SEVERAL + ". If forward and backward pass grow with its samples, batch_size = balanced makes up "
+    "for them",
     "input_bound": "use more loader workers (num_workers), cheaper preprocessing or a faster disk; the "
     "ranks wait for data before every step",
     "outside_torch": f"{WHERE}; metrics, logging, saving and .item() in every step are common causes: do them every "
@@ -80,6 +88,11 @@ ADVICE = {
     "should be as fast as the others, look for another job on it, its clock and its cooling first",
     "forward_script": FORWARD + "the shares of watched.shares() make up for it (gputrain help scripts)",
     "backward_script": BACKWARD + "the shares of watched.shares() make up for it (gputrain help scripts)",
+    "unattributed_script": SEVERAL + ". If forward and backward pass grow with its samples, the shares of "
+    "watched.shares() make up for them (gputrain help scripts)",
+    "forward_balanced": FORWARD + SMALLER_SHARE,
+    "backward_balanced": BACKWARD + SMALLER_SHARE,
+    "unattributed_balanced": SEVERAL,
     "uneven_speeds_script": "let each rank take the share of watched.shares() (gputrain help scripts). If a device "
     "should be as fast as the others, look for another job on it, its clock and its cooling first",
     "memory_creep": "something keeps growing: losses kept with their graphs, lists of outputs, unbounded caches",

@@ -101,6 +101,7 @@ class _OwnWork:
         self._ranks = ranks
         self._rows = rows
         self._uneven = uneven
+        self._batches = "_script" if state.plan is None else "_balanced" if state.shares.newest is not None else ""
         window = rows[-WINDOW_ROWS:]
         self._step_ms = base_ms(window) + median([row.core_wait_ms for row in window])
         """Duration of a step without stragglers, with its waits for a core: what a lateness is a share of."""
@@ -181,7 +182,7 @@ class _OwnWork:
             step=window[-1].step,
             confirmed=confirmed,
             whole_ms=median([row.step_ms for row in agreeing]),
-            script=self._state.plan is None,
+            batches=self._batches,
         )
         return _with_waiting(symptom, self._state.ranks[rank].groups, agreeing, index, self._ranks)
 
@@ -288,9 +289,12 @@ def _symptom(
     step: int,
     confirmed: bool,
     whole_ms: float,
-    script: bool = False,
+    batches: str = "",
 ) -> Symptom:
-    """Return the symptom; ``step_ms`` is a usual step with this lateness, ``whole_ms`` the one by the clock."""
+    """Return the symptom; ``step_ms`` is a usual step with this lateness, ``whole_ms`` the one by the clock.
+
+    ``batches`` ends the key of an advice that depends on whether a rank's batches may become smaller.
+    """
     share = late_ms / step_ms
     of_whole = min(late_ms / whole_ms, 1.0) if whole_ms > 0 else share
     return Symptom(
@@ -311,7 +315,7 @@ def _symptom(
             **evidence,
             **cause.evidence,
         },
-        advice=ADVICE.get(f"{cause.name}_script" if script else cause.name, ADVICE[cause.name]),
+        advice=ADVICE.get(cause.name + batches, ADVICE[cause.name]),
     )
 
 

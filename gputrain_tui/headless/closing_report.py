@@ -61,7 +61,13 @@ def closing_table(state: RunState, width: int) -> list[list[Piece]]:
     late = state.lateness()
     without = "samples/s" if run_throughput(views).samples_per_s is None else "steps/s"
     hidden_titles = {without} if state.shares.newest is not None else {without, "share"}
-    columns = [column for column in COLUMNS if column[0].title not in hidden_titles]
+    # Of ranks on several hosts the host matters more than the optimizer's part of a step.
+    order = {"host": 1, "optimizer": 2} if len({view.host for view in views}) > 1 else {}
+    columns = [
+        (title, order.get(title.title, omitted), cell)
+        for title, omitted, cell in COLUMNS
+        if title.title not in hidden_titles
+    ]
     if hidden > 0:
         views = sorted(views, key=lambda view: (-late.get(view.rank, 0.0), view.rank))[:MAX_TABLE_RANKS]
     for dropped in range(6 if late else 5, 0, -1):
@@ -206,7 +212,9 @@ def status_line(state: RunState, *, status: str | None = None, elapsed_s: float 
     since = " since then" if restarts else " in the last one" if jobs > 1 else " since its last start"
     steps = f", {state.step} step{'s' * (state.step != 1)}{since * begun_anew}"
     resumed = f" since step {state.plan.first_update}" if state.plan is not None and state.plan.first_update else ""
-    steps += (f", {samples:,} samples" + " in all" * begun_anew + resumed * (not restarts and jobs < 2)) * bool(samples)
+    # Those that a failed attempt made after its last checkpoint are made again, and counted in both.
+    of = " in all attempts" if restarts else " in all" if begun_anew else resumed * (jobs < 2)
+    steps += f", {samples:,} samples{of}" * bool(samples)
     if state.record_gap and state.counts_all_steps:
         steps = f"{steps}; {state.record_gap}"
     elif state.record_gap:

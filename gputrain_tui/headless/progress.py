@@ -219,7 +219,7 @@ def event_line(event: AnyEvent, *, over_with: str = "") -> list[Piece] | None:
             return [(gain or change_text(event), "")]
         case Checkpoint():
             return [(f"saved step {event.step}  {event.path} ({size(event.bytes)})", "dim")]
-        case Finding() if event.kind in SHOWN_INFOS:
+        case Finding() if event.kind in SHOWN_INFOS and event.state == "raised":
             return [(event.message or "", "bold")]
         case Finding() if event.severity != "info":
             message = event.message or event.kind.replace("_", " ")

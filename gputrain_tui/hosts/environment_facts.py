@@ -58,10 +58,23 @@ class Environment:
     """Number of files and their bytes for each option of the task that names an existing file or folder."""
     data_problem: str = ""
     """Reason why the data of a built-in task cannot be read; empty for another task or readable data."""
+    start_problem: str = ""
+    """Reason why the run cannot start from the checkpoint or the weights of the recipe; empty where it names none."""
+    shares_problem: str = ""
+    """Reason why the recorded shares of another run cannot be repeated; empty where none are."""
 
 
-def read_environment(task: str, script: str, options: Mapping[str, Any]) -> Environment:
-    """Read the environment of this interpreter for a task, the user's own or a built-in one, or for a script."""
+def read_environment(
+    task: str,
+    script: str,
+    options: Mapping[str, Any],
+    start: Mapping[str, str] | None = None,
+    shares: Mapping[str, Any] | None = None,
+) -> Environment:
+    """Read the environment of this interpreter for a task, the user's own or a built-in one, or for a script.
+
+    ``start`` and ``shares`` are the arguments of ``start_problem`` and ``recorded_shares``, where rank 0 reads them.
+    """
     own = _own_file(task, script)
     trainer = _folder_of("trainer")
     torch = installed_torch()
@@ -79,6 +92,8 @@ def read_environment(task: str, script: str, options: Mapping[str, Any]) -> Envi
         own_file="" if own is None else str(own),
         data={name: size for name, value in options.items() if (size := _files_and_bytes(value)) is not None},
         data_problem=_data_problem(task, options) if trainer is not None else "",
+        start_problem=_start_problem(start) if trainer is not None and start else "",
+        shares_problem=_shares_problem(shares) if trainer is not None and shares else "",
     )
 
 
@@ -212,6 +227,27 @@ def _data_problem(task: str, options: Mapping[str, Any]) -> str:
         return str(error)
     except OSError as error:
         return f"{error.filename} cannot be read: {error.strerror}"
+    return ""
+
+
+def _start_problem(start: Mapping[str, str]) -> str:
+    try:
+        from trainer.contract.start_file import start_problem
+    except ImportError:  # ``missing`` or another version of gputrain, which are reported
+        return ""
+    return start_problem(start["option"], Path(start["path"]))
+
+
+def _shares_problem(shares: Mapping[str, Any]) -> str:
+    try:
+        from trainer.contract.errors import RequestError
+        from trainer.contract.recorded_shares import recorded_shares
+    except ImportError:
+        return ""
+    try:
+        recorded_shares(**shares)
+    except RequestError as refused:
+        return str(refused)
     return ""
 
 

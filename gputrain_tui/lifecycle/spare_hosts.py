@@ -18,6 +18,7 @@ from gputrain_tui.plan.fewer_hosts import describe_fewer, plan_without, recipe_w
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.plan.spares import plan_on, recipe_on
 from gputrain_tui.preflight import CheckResult, errors
+from gputrain_tui.preflight.facts import START_CHECKS
 from gputrain_tui.recipe.build import load
 from gputrain_tui.recipe.model import ClusterOptions, Recipe
 from trainer.contract.errors import RequestError
@@ -115,7 +116,11 @@ class SpareHosts:
         if plan.init_method is not None:  # the port of the failed attempt may still be taken
             checked = msgspec.structs.replace(plan, init_method=fresh_init_method(plan.init_method))
         results, answers = run_preflight(recipe, Planned(plan=checked, local=local, inventories={}))
+        # The next attempt reads the run's own checkpoint, if there is one, not what the first one started from.
+        read_before = START_CHECKS.values() if recorded_checkpoints(self._dir) else ()
         for failed in errors(results):
+            if failed.check in read_before:
+                continue
             about = _spare_of(failed, plan, chosen) or (first if failed.check not in OF_LAUNCH else None)
             if about is not None:
                 refused.setdefault(about, failed.text.removeprefix(f"{about}: "))

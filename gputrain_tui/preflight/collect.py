@@ -20,15 +20,16 @@ from gputrain_tui.hosts.environment_facts import installed_torch
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile, folder_facts, port_facts, rendezvous_file
 from gputrain_tui.plan.planner import Plan, rendezvous_port
-from gputrain_tui.preflight.facts import START_CHECKS, PreflightFacts
+from gputrain_tui.preflight.facts import SHARES_FIX, START_CHECKS, START_FIXES, PreflightFacts
 from gputrain_tui.preflight.result import CheckResult, error
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.builtin_tasks import BUILT_IN, check_data, options_schema
 from trainer.contract.errors import RequestError
 from trainer.contract.option_rules import start_option
-from trainer.contract.record.checkpoints import DCP_METADATA, LOCK, foreign_run, is_dcp_folder
+from trainer.contract.record.checkpoints import LOCK, foreign_run
 from trainer.contract.recorded_shares import recorded_shares
 from trainer.contract.rendezvous_url import parse_rendezvous_url
+from trainer.contract.start_file import start_problem
 from trainer.contract.task_files import require_optimizer
 from trainer.host import resource_limits
 from trainer.host.cores import usable_cpus
@@ -192,26 +193,9 @@ def _save_dir(name: str, resume: str | None) -> Folder:
 def _start_file(recipe: Recipe) -> CheckResult | None:
     """Return the checkpoint or the weights from which the run starts, if they cannot be read."""
     name = start_option(recipe.train)
-    if not name:
+    if not name or not (problem := start_problem(name, Path(getattr(recipe.train, name)))):
         return None
-    key, path = f"train.{name}", Path(getattr(recipe.train, name))
-    check = START_CHECKS[name]
-    takes_folder = name != "finetune_from"
-    fix = "name a checkpoint or a folder of them" if takes_folder else "name a file of weights, or a folder of DCP"
-    try:
-        if not path.exists():
-            return error(check, f"{path} does not exist", fix, key=key)
-        if path.is_dir() and not takes_folder:
-            problem = "is a folder"
-            if is_dcp_folder(path):
-                whole = (path / DCP_METADATA).is_file()
-                problem = "" if whole else f"has no {DCP_METADATA}: it was not saved to the end"
-            return error(check, f"{path} {problem}", fix, key=key) if problem else None
-        if path.is_dir() and not any(path.glob("*.pt")):
-            return error(check, f"{path} holds no checkpoint", "name another folder", key=key)
-    except OSError as failure:
-        return _unreadable(check, key, path, failure)
-    return None
+    return error(START_CHECKS[name], problem, START_FIXES[name], key=f"train.{name}")
 
 
 def _recorded_shares(recipe: Recipe, plan: Plan) -> CheckResult | None:
@@ -222,7 +206,7 @@ def _recorded_shares(recipe: Recipe, plan: Plan) -> CheckResult | None:
     try:
         recorded_shares(train.shares_from, ranks=plan.world_size, global_batch_size=train.global_batch_size)
     except RequestError as refused:
-        return error("shares", str(refused), "name the folder of such a run", key="train.shares_from")
+        return error("shares", str(refused), SHARES_FIX, key="train.shares_from")
     return None
 
 

@@ -32,6 +32,7 @@ from gputrain_tui.hosts.survey import MAX_PARALLEL_HOSTS
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.preflight.collect import rendezvous_of
 from gputrain_tui.recipe.model import Recipe
+from trainer.contract.option_rules import start_option
 from trainer.host.resource_limits import ResourceLimits
 
 
@@ -139,9 +140,8 @@ def collect_hosts(
     nodes = _distinct(plan, local)
     commands = [(node.node, node.host, node.workdir, node.setup, node.argv[0], node.env) for node in nodes]
     train = recipe.train
-    request = repr(
-        (commands, plan.init_method, train.task, train.save_dir, recipe.script, recipe.task_options, env, problems)
-    )
+    files = (train.save_dir, _read_by_rank_0(recipe, plan), recipe.script, recipe.task_options)
+    request = repr((commands, plan.init_method, train.task, files, env, problems))
     with _COLLECTING:
         if _CACHE.get("request") == request and time.monotonic() - _CACHE["time"] < max_age_s:
             return _CACHE["answers"]  # type: ignore[no-any-return]
@@ -169,6 +169,17 @@ def _distinct(plan: Plan, local: LocalFacts) -> list[PlannedNode]:
         env = {name: value for name, value in node.env.items() if not name.startswith("CUDA_")}
         first.setdefault((host, node.workdir, node.setup, node.argv[0], json.dumps(env)), node)
     return list(first.values())
+
+
+def _read_by_rank_0(recipe: Recipe, plan: Plan) -> dict[str, dict[str, Any]]:
+    """Return the arguments of ``read_environment`` for what rank 0 alone reads before its first step."""
+    train, read = recipe.train, dict[str, dict[str, Any]]()
+    if option := start_option(train):
+        read["start"] = {"option": option, "path": getattr(train, option)}
+    if train.shares_from is not None:
+        batch = train.global_batch_size
+        read["shares"] = {"folder": train.shares_from, "ranks": plan.world_size, "global_batch_size": batch}
+    return read
 
 
 class _Collection:
@@ -248,6 +259,7 @@ class _Collection:
                 "task": train.task,
                 "script": script.script if script is not None else "",
                 "options": dict(self._recipe.task_options),
+                **(_read_by_rank_0(self._recipe, self._plan) if first else {}),
             },
         )
         require_addresses(facts.addresses, facts.probe_port)

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 START_CHECKS = {"resume": "resume", "eval_only": "checkpoint", "finetune_from": "weights"}
 """Check of the checkpoint or the weights from which a run starts, by the option that names them."""
+START_FIXES = {
+    "resume": "name a checkpoint or a folder of them",
+    "eval_only": "name a checkpoint or a folder of them",
+    "finetune_from": "name a file of weights, or a folder of DCP",
+}
+SHARES_FIX = "name the folder of such a run"
 
 
 class PreflightFacts(msgspec.Struct, frozen=True, kw_only=True):

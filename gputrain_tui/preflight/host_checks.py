@@ -24,13 +24,14 @@ from gputrain_tui.preflight.checks import (
     with_location,
 )
 from gputrain_tui.preflight.collect_hosts import HostAnswer, HostFacts, address_for_name
-from gputrain_tui.preflight.facts import PreflightFacts
+from gputrain_tui.preflight.facts import SHARES_FIX, START_CHECKS, START_FIXES, PreflightFacts
 from gputrain_tui.preflight.result import CheckResult, error, ok, warning
 from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.recipe.source import dotted
 from gputrain_tui.tables import size
 from trainer.contract.backends import is_nccl
 from trainer.contract.builtin_tasks import BUILT_IN
+from trainer.contract.option_rules import start_option
 
 
 def check_hosts(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> list[CheckResult]:
@@ -74,9 +75,14 @@ def _push(recipe: Recipe) -> str:
 
 
 def _correct_or_push(recipe: Recipe, key: str) -> str:
-    """Return the fix of a folder or an interpreter: of one that the recipe names, the name may be wrong."""
-    named = key.rpartition(".")[2] in ("python", "workdir")
-    return f"correct {key}, or {_push(recipe)}" if named else _push(recipe)
+    """Return the fix of a folder or an interpreter: of one that the recipe names, the name may be wrong.
+
+    ``push`` copies into a named folder, but leaves an environment alone whose interpreter the recipe names.
+    """
+    name = key.rpartition(".")[2]
+    if name not in ("python", "workdir"):
+        return _push(recipe)
+    return f"correct {key}, or {'remove it and ' if name == 'python' else ''}{_push(recipe)}"
 
 
 def _error(answer: HostAnswer, check: str, what: str, fix: str, key: str = "") -> CheckResult:
@@ -112,6 +118,11 @@ def _environment(recipe: Recipe, answer: HostAnswer, facts: HostFacts) -> Iterat
         option = next((f".{name}" for name, value in recipe.task_options.items() if str(value) in problem), "")
         fix = f"copy the data to {answer.host} ({_push(recipe)} leaves it out)"
         yield _error(answer, "data", problem, fix, f"task{option}")
+    if environment.start_problem and not answer.is_local:
+        start = start_option(recipe.train)
+        yield _error(answer, START_CHECKS[start], environment.start_problem, START_FIXES[start], f"train.{start}")
+    if environment.shares_problem and not answer.is_local:
+        yield _error(answer, "shares", environment.shares_problem, SHARES_FIX, "train.shares_from")
     if environment.own_file and not environment.own_code:
         name = "script" if recipe.script is not None else "task"
         yield _error(answer, name, f"{environment.own_file} is missing", push, f"train.{name}")
@@ -230,7 +241,7 @@ def _differences(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> I
         for check, value in _versions(on_gpus=on_gpus, nccl=is_nccl(plan.backend)):
             if (expected := value(one)) and (actual := value(other)) and actual != expected:
                 what = f"{check} {expected} on {first.host}, {actual} on {answer.host}"
-                results.append(_error(answer, check, what, _push(recipe), key))
+                results.append(_error(answer, check, what, _correct_or_push(recipe, key), key))
         if one.gputrain == other.gputrain and one.code != other.code:
             what = f"the code of trainer differs: {one.code} on {first.host}, {other.code} on {answer.host}"
             results.append(_error(answer, "code", what, _push(recipe), _key(recipe, answer.node, "workdir")))

@@ -319,6 +319,17 @@ def _seed_hint(key: str) -> str:
     return f": {REFUSED[flag]}" if flag in REFUSED else ""
 
 
+def _import_path_hint(source: Source) -> str:
+    """Return that PYTHONPATH in the recipe does not serve its reader, as the end of a message; empty without one."""
+    cluster = _table(source, "cluster")
+    nodes = cluster.get("nodes", [])
+    tables = [cluster, *(nodes if isinstance(nodes, list) else [])]
+    envs = [table.get("env") for table in tables if isinstance(table, dict)]
+    if not any(isinstance(env, dict) and "PYTHONPATH" in env for env in envs):
+        return ""
+    return "; PYTHONPATH in a table env is for the ranks: export it where gputrain runs, too"
+
+
 def _task_options(source: Source, task: str) -> tuple[Any, dict[str, Any]]:
     """Return the options of a built-in task, None for another; and those that the recipe gives, as plain values."""
     values = _table(source, "task")
@@ -333,7 +344,8 @@ def _task_options(source: Source, task: str) -> tuple[Any, dict[str, Any]]:
     try:
         options = describe_task(task)
     except RequestError as error:
-        raise RequestError(f"{source.where(('train', 'task'))} is {quoted(task)}: {error}") from None
+        hint = "" if "No module named" not in str(error) else _import_path_hint(source)
+        raise RequestError(f"{source.where(('train', 'task'))} is {quoted(task)}: {error}{hint}") from None
     given = check_values(
         options,
         values,

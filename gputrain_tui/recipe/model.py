@@ -75,7 +75,11 @@ MAX_RANKS_PER_NODE = 1024
 """More than the cores or GPUs of any machine: a larger number is a typing error."""
 PATTERNS = {
     # A host becomes a word of ssh's and srun's command lines, where one that starts with a dash would be an option.
-    "host": (r"(?:ssh://)?[\w\[][\w.:%@\[\]-]*", "a host name or an address, user@host or ssh://host:port"),
+    # HOST:PORT is no name for ssh; an address of IPv6 has more colons.
+    "host": (
+        r"(?:ssh://|(?![^:]*:\d+$))[\w\[][\w.:%@\[\]-]*",
+        "a host name or an address, user@host or ssh://host:port",
+    ),
     "workdir": (r"~?/[\s\S]*|~", "an absolute path, or start with ~/"),
     "python": (r"[^-\s].*", "the path or the name of an interpreter"),
     "setup": (r"[^\n\r]*\S[^\n\r]*\n?", "one line of shell; join several with &&"),

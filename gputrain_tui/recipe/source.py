@@ -161,8 +161,13 @@ def _toml(text: str, name: str) -> dict[str, Any]:
         if match := re.fullmatch(r"(.*) \(at (?:line (\d+), column \d+|end of document)\)", message, re.DOTALL):
             number = int(match[2] or text.rstrip().count("\n") + 1)
             message, line = match[1], f"{number}:"
-            if message == "Invalid value" and (bare := _BARE_TEXT.fullmatch(text.split("\n")[number - 1])):
+            wrong = text.split("\n")[number - 1]
+            if message == "Invalid value" and (bare := _BARE_TEXT.fullmatch(wrong)):
                 message += f'; a text needs quotes: {bare[1]} = "{bare[2]}"'
+            elif comma := _DECIMAL_COMMA.fullmatch(wrong):
+                message += f"; a number has a decimal point: {comma[1]} = {comma[2]}.{comma[3]}"
+            elif wrong.strip() == "[cluster.nodes]":
+                message += "; write [[cluster.nodes]] before each node"
         script = f"; for a script: gputrain init -- torchrun {name}" if name.endswith((".py", ".sh")) else ""
         raise RequestError(f"{name}:{line} is not valid TOML: {' '.join(message.split())}{script}") from None
 
@@ -190,6 +195,7 @@ def _json(text: str, name: str) -> dict[str, Any]:
     return data
 
 
+_DECIMAL_COMMA = re.compile(r"\s*([\w.]+)\s*=\s*(\d+),(\d+)\s*(?:#.*)?")
 _BARE_TEXT = re.compile(r"""\s*([\w.-]+)\s*=\s*(?!(?i:true|false)\b)([A-Za-z_./~][^\s"'#]{,80})\s*(?:\#.*)?""")
 _TOKEN = re.compile(
     r"""

@@ -44,6 +44,8 @@ def describe_task(task: str) -> Sequence[Option]:
         schema = options_schema(task)
         assert schema is not None, f"the built-in task {task} declares no options"
         return describe(schema)
+    if task.endswith(".py"):
+        raise RequestError(f"a file has no task without the name of its class: {task}:Class")
     if ":" not in task:
         guess = nearest(task, BUILT_IN) or f"; built in are {', '.join(BUILT_IN)}"
         raise RequestError(f"there is no such task{guess}; name your own as module:Class or path.py:Class")

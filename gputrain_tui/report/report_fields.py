@@ -6,6 +6,7 @@ import msgspec
 
 from gputrain_tui.state.best_validation import BestValidation
 from gputrain_tui.state.figures import GroupFigures
+from gputrain_tui.state.share_changes import SharesFromStep
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +54,8 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     finished."""
     steps: int = 0
     """Recorded optimizer steps, of all attempts."""
+    share: int | None = None
+    """Its samples or tokens of the global batch; null where shares are not balanced."""
     loss: float | None = None
     """Mean over its last step; null if it is not finite."""
     samples_per_s: float | None = None
@@ -60,7 +63,7 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: float | None = None
     """Mean duration of a step."""
     late_ms: float | None = None
-    """Time that the others wait for it a step; None where ranks do not wait for each other."""
+    """Time that the others wait for it a step; null where ranks do not wait for each other."""
     parts: tuple[StepPart, ...] = ()
     """Of its mean step."""
     memory_peak_bytes: int | None = None
@@ -87,7 +90,7 @@ class FindingReport(msgspec.Struct, frozen=True, kw_only=True):
     cleared_step: int | None = None
     """Step at which it was cleared."""
     over_with: str | None = None
-    """The attempt that it was over with, such as ``attempt 1``; None where it stands, or is cleared otherwise."""
+    """The attempt that it was over with, such as ``attempt 1``; null where it stands, or is cleared otherwise."""
     rank: int | None = None
     """Rank that it is about, or the first of several; null if it is of a host or the run."""
     host: str | None = None
@@ -193,7 +196,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float | None = None
     """Until now, or the end."""
     jobs: int | None = None
-    """Jobs of Slurm that have begun; steps, samples and rates are of all of them. None where it runs in none."""
+    """Jobs of Slurm that have begun; steps, samples and rates are of all of them; null where it runs in none."""
     step: int | None = None
     """Optimizer steps that all ranks have done; null before the first."""
     counts_anew: bool = False
@@ -225,6 +228,10 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """Model FLOPs utilization, 0 to 1; null where it is not known."""
     ranks: tuple[RankSummary, ...] = ()
     """In their order."""
+    shares: tuple[SharesFromStep, ...] = ()
+    """The newest changes of the ranks' shares, the oldest first; none where shares are not balanced."""
+    parameters_equal: bool | None = None
+    """Whether they were at the last comparison of all ranks; null before it, and where each rank has a part of them."""
     loss: float | None = None
     """Mean over the ranks at the newest step; null if it is not finite or not known."""
     loss_unit: str = ""

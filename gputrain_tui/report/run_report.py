@@ -69,6 +69,8 @@ def run_report(state: RunState, facts: RunFacts) -> RunReport:
         tokens_per_s=figures.tokens_per_s,
         mfu=figures.mfu,
         ranks=_ranks(state),
+        shares=state.shares.described(),
+        parameters_equal=None if state.desync.divided or state.world_size == 1 else state.desync.equal,
         loss=figures.loss,
         loss_unit=state.loss_unit,
         validations=tuple(
@@ -254,6 +256,7 @@ def _rank(view: RankView, late: Mapping[int, float], named: Mapping[int, Sequenc
         device=view.device,
         outcome=view.outcome,
         steps=view.totals.steps,
+        share=view.share,
         loss=view.loss,
         samples_per_s=view.totals.samples_per_s,
         step_ms=view.totals.mean_step_ms,

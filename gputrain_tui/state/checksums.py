@@ -48,9 +48,15 @@ class DesyncState:
         elif len(self._open) > OPEN_CHECKS:
             del self._open[min(self._open)]
 
-    def restart(self) -> None:
-        """Drop all pending checksums: the ranks are others now."""
+    def restart(self, world_size: int, began: float) -> None:
+        """Drop the pending checksums of before an attempt, Unix seconds, and compare later ones: its ranks are others.
+
+        A record that is read as a whole brings those before the event of its attempt.
+        """
+        pending = [each for ranks in self._open.values() for each in ranks.values() if each.time >= began]
         self._open.clear()
+        for checksum in sorted(pending, key=lambda each: each.step):
+            self.add(checksum, world_size)
 
     def drop_rank(self, rank: int) -> None:
         """Drop the pending checksums of a restarted rank, which may repeat the same steps."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gputrain_tui.state.finding_text import HOST_KINDS
-from trainer.contract.outcome import REQUEUED, RESTARTED
+from trainer.contract.outcome import AWAITS_HOSTS, REQUEUED, RESTARTED
 from trainer.contract.record import Finding
 from trainer.contract.record.unrecorded import RECORD_INCOMPLETE
 
@@ -13,7 +13,7 @@ MAX_EVENTS = 2000
 """Memory bound: raised and cleared events of the findings that a state keeps."""
 
 
-OF_ATTEMPT = ("host_silent", "desync", "non_finite_validation", "no_process_group")
+OF_ATTEMPT = (AWAITS_HOSTS, "host_silent", "desync", "non_finite_validation", "no_process_group")
 """Kinds of findings that end with the attempt, and are cleared by its supervisor or its ranks alone."""
 
 

@@ -20,7 +20,7 @@ from gputrain_tui.state.rank_state import KEPT, RankView, rank_outcome
 from gputrain_tui.state.record_gaps import RECORD_ADVICE, gap_text
 from gputrain_tui.state.share_changes import ShareChanges
 from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness, latest, synchronised
-from gputrain_tui.state.world import divided, is_of_former, still_standing
+from gputrain_tui.state.world import divided, is_of_former, samples_of_attempt, still_standing
 from trainer.contract import record
 from trainer.contract.outcome import RECORD_END_MISSING, RESTARTED, root_cause
 from trainer.contract.record.downsampled import DownsampledBlock
@@ -76,8 +76,8 @@ class RunState:
         """By rank, the newest answer to a request for its stacks."""
         self._pace = Pace()
         self._attempt = 1
-        self._attempt_began = 0.0
-        """Time at which the last restart spawned its first rank, Unix seconds."""
+        self.attempt_began = 0.0
+        """Time at which the newest attempt after the first one began, Unix seconds; 0 in the first one."""
         self._figures = RunFigures()
         self._late: dict[int, float] = {}
         self._synchronised: Sequence[frozenset[int]] | None = None
@@ -335,8 +335,8 @@ class RunState:
         self.findings = {(each.kind, each.rank): each for each in still_standing(self.findings.values(), self.former)}
         if event.attempt:  # the attempt before is over, on all nodes
             self.joining = None
-            self.nodes.clear()
-            self.desync.restart()
+            self.nodes = samples_of_attempt(self.nodes, self.former, event.time)
+            self.desync.restart(event.world_size, event.time)
 
     def _rank_state(self, event: record.RankState) -> None:
         view = self.rank(event.rank)
@@ -344,7 +344,7 @@ class RunState:
             view.starts += 1
             self.queue.spawn(event.time)
             if view.starts > self._attempt:
-                self._attempt, self._attempt_began = view.starts, event.time
+                self._attempt, self.attempt_began = view.starts, event.time
                 self._attribute()
             if view.last is not None:
                 view.restarted_at = event.time
@@ -386,7 +386,7 @@ class RunState:
         if event.kind == RECORD_INCOMPLETE and event.rank is not None:
             self.rank(event.rank).count_unrecorded(event)
         if event.kind == RESTARTED:  # the failure before is no longer that of the run
-            self._attempt_began = event.time
+            self.attempt_began = event.time
             self._attribute()
         if event.kind == "host_silent" and event.state == "cleared":
             self.silence_ended_at = event.time
@@ -416,7 +416,7 @@ class RunState:
         if recent:
             recent = [max(recent, key=lambda failure: (len(failure.message), failure.time))]
         else:
-            recent = [failure for failure in self.failures if failure.time >= self._attempt_began]
+            recent = [failure for failure in self.failures if failure.time >= self.attempt_began]
         before, self.root_cause = self.root_cause, root_cause((int(f.time * 1e9), f) for f in recent)
         if self.root_cause is not before:
             self._update_outcomes()

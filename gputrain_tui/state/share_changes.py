@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from gputrain_tui.state.rank_state import KEPT, RankView
 from trainer.contract.balanced_shares import ComputeTime
 from trainer.contract.record import ShareChange
@@ -18,6 +20,18 @@ CAUSES = {
     "recorded": "as another run recorded them",
 }
 """Causes of a change in words."""
+
+
+class SharesFromStep(msgspec.Struct, frozen=True, kw_only=True):
+    """The shares that the ranks have from a step on."""
+
+    step: int
+    shares: tuple[int, ...]
+    """Samples of each rank, or tokens, of the global batch."""
+    cause: str
+    """As in the record's event ``shares``."""
+    text: str
+    """The change in a line."""
 
 
 class ShareChanges:
@@ -40,6 +54,14 @@ class ShareChanges:
     @property
     def newest(self) -> ShareChange | None:
         return self.changes[-1] if self.changes else None
+
+    def described(self) -> tuple[SharesFromStep, ...]:
+        """Return the newest changes with their texts, the oldest first."""
+        most = 64  # so that those of 1,024 ranks take a small part of a page
+        return tuple(
+            SharesFromStep(step=each.step, shares=tuple(each.shares), cause=each.cause, text=change_text(each))
+            for each in list(self.changes)[-most:]
+        )
 
 
 def shares_text(shares: Sequence[int]) -> str:

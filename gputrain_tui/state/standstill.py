@@ -53,6 +53,8 @@ ACTIVITIES = {"validating": "validating for", "saving": "saving for", "compile":
 
 UNRECORDED = "nothing recorded for"
 """Text of a run whose record may have stopped, so that steps are not known."""
+STARTS_AGAIN = "starting again for"
+"""Text of an attempt after the first one, before its first step."""
 
 
 class Standstill(NamedTuple):
@@ -76,6 +78,8 @@ class StepWatch:
         self._step_time = 0.0
         """Time of the newest step, by the clock of its rank."""
         self._arrived_at = 0.0
+        self._began_at = 0.0
+        """Arrival of an attempt after the first one that has no step yet; 0 while there is none."""
         self._record = RecordWatch()
 
     def note(self, state: RunState, now: float, *, live: bool = True) -> None:
@@ -84,11 +88,17 @@ class StepWatch:
         if state.step_time != self._step_time:
             self._step_time = state.step_time
             self._arrived_at = now if live else min(now, state.step_time)
+        if state.step_time > state.attempt_began:
+            self._began_at = 0.0
+        elif not self._began_at:
+            self._began_at = now if live else min(now, state.attempt_began)
 
     def standstill(self, state: RunState, now: float) -> Standstill | None:
         """Return the standstill; None while steps arrive, before the first step and after the end."""
         if state.ended is not None or not self._step_time:
             return None
+        if self._began_at:
+            return Standstill(now - self._began_at, True, STARTS_AGAIN)
         seconds = now - self._arrived_at
         if seconds < MIN_STANDSTILL_S:
             return None
@@ -96,7 +106,7 @@ class StepWatch:
         if seconds < SHOWN_STEPS * step_s:
             return None
         states = {view.state for view in state.ranks.values()}
-        if states <= {"finished"} or all(view.awaits_first_step for view in state.ranks.values()):
+        if states <= {"finished"}:
             return None
         stages = states | {view.phase for view in state.ranks.values()}
         activity = next((text for name, text in ACTIVITIES.items() if name in stages), "")

@@ -31,6 +31,13 @@ def still_standing(findings: Iterable[Finding], former: Mapping[int, object]) ->
     ]
 
 
+def samples_of_attempt(
+    nodes: Mapping[int, NodeSample], former: Mapping[int, object], began: float
+) -> dict[int, NodeSample]:
+    """Return the newest samples of nodes that an attempt has; a record that is read as a whole has them before it."""
+    return {node: sample for node, sample in nodes.items() if sample.time >= began and not is_of_former(sample, former)}
+
+
 def is_of_former(sample: NodeSample, former: Mapping[int, object]) -> bool:
     """Whether a node's sample is of an attempt before: it has a rank that is gone."""
     return any(process.rank in former for process in sample.ranks)

@@ -167,7 +167,7 @@ def test_a_shortage_or_difference_of_a_host_is_one_line_with_its_fix(lab: SshLab
         code, found = check(lab, list(INTERFACES)[:9], *settings)
         _, raised = check(lab, ["h1", "h5"], *settings[:3], "cluster.nodes[1].setup='ulimit -n 4096'")
     assert (code, raised) == (3, {})
-    correct = "correct cluster.nodes[7].python, or gputrain push r.toml (cluster.nodes[7].python)"
+    correct = "correct cluster.nodes[7].python, or remove it and gputrain push r.toml (cluster.nodes[7].python)"
     assert in_lines(found) == {
         "h2": [
             "1 CPU rank needs 90 MiB or more, but 50 MiB of 4 GiB are available → "
@@ -338,7 +338,7 @@ def test_whatever_is_wrong_on_a_host_is_one_line_with_its_fix_and_exit_code_3(la
         for line in lines:
             assert any(each.startswith(line) for each in reported[host]), (line, reported[host])
     assert set(reported) == set(expected)
-    assert "has no gputrain → correct cluster.nodes[5].python, or gputrain push" in reported["h6"][0]
+    assert "has no gputrain → correct cluster.nodes[5].python, or remove it and gputrain push" in reported["h6"][0]
     assert not (lab.folder / "pwned").exists()
     assert (ran, stdout) == (3, "")
     assert "gputrain: r.toml:" in stderr

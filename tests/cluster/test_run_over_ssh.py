@@ -440,6 +440,7 @@ def test_a_restart_waits_for_a_lost_host_and_spends_no_try_on_it(cluster: SshClu
     assert command.returncode == 130, output
     assert cluster.status()["restarts"] == 1
     assert cluster.findings("host_silent")[-1] == "cleared"
+    assert cluster.findings("awaits_hosts")[-1] == "cleared", "it trains again"
 
 
 @pytest.mark.parametrize("supervisor", [pytest.param("lives", marks=pytest.mark.slow), "is gone"])

@@ -21,7 +21,7 @@ from waiting import LIMIT_S, until
 
 from gputrain_tui import cli
 from gputrain_tui.history.run_folders import Run
-from trainer.contract.record import Finding
+from trainer.contract.record import Checksum, Finding, ShareChange
 
 pytestmark = pytest.mark.skipif(browser.MISSING, reason="chromium and chromedriver are not installed")
 STEPS = 500
@@ -53,6 +53,11 @@ def page(run: Run, folder: Path) -> str:
 
 
 def test_charts_are_drawn_and_read_the_values_of_the_export(window: browser.Browser, run: Run, tmp_path: Path) -> None:
+    write(
+        run.dir.rank_events(0),
+        ShareChange(time=BEGIN, step=STEPS, previous=[4] * 4, shares=[2, 4, 4, 6], cause="measured"),
+        *(Checksum(time=BEGIN, rank=rank, step=9, parameters=str(rank), buffers="b") for rank in range(4)),
+    )
     window.messages()
     window.open(page(run, tmp_path))
     drawn = window.run("return [...document.querySelectorAll('[data-chart]')].map((each) => each.dataset.chart)")
@@ -78,6 +83,14 @@ def test_charts_are_drawn_and_read_the_values_of_the_export(window: browser.Brow
     )
     assert window.run("return document.querySelectorAll('section:last-of-type tbody tr').length") >= 1
     window.run(CHOOSE, "")
+
+    # What a balanced run has reached stands below its ranks, as in the closing table.
+    shown = window.run("return [...document.querySelectorAll('section')].map((each) => each.innerText)")
+    (ranks,) = [text for text in shown if text.startswith("Ranks and results")]
+    assert "samples/s" in ranks
+    assert re.search(r"\bshare\b", ranks)
+    assert f"shares 2, 4, 4, 6 from step {STEPS} on" in ranks
+    assert "parameters DIFFER between ranks" in ranks
 
     # Zoom by dragging, and Escape for the whole run.
     drag = """

@@ -79,7 +79,8 @@ def test_the_command_prints_a_table_the_contract_and_lines_for_the_shell(plan: C
 
 def test_the_plan_of_balanced_shares_says_with_which_it_begins(plan: Command) -> None:
     nodes = ("--set", "cluster.nodes=[{cpu_ranks = 3}]")
-    line = "shares 32, 32, 32 of 96 samples at the start: equal, until the ranks have measured their speeds"
+    line = "shares 32, 32, 32 of 96 samples at the start: equal, until the ranks have measured their speeds, "
+    line += "or by earlier runs on such devices"
     assert line in plan("recipes/mixed_gpus.toml", *nodes).stdout.splitlines()
     recorded = plan("recipes/mixed_gpus.toml", *nodes, "--set", "train.shares_from=/runs/a")
     assert "shares of 96 samples as in the run of /runs/a" in recorded.stdout.splitlines()
@@ -103,7 +104,8 @@ def test_the_plan_has_the_shares_that_earlier_runs_on_such_gpus_measured(tmp_pat
     )
     command = [sys.executable, "-m", "gputrain_tui", "plan", str(recipe)]
     before = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
-    assert "shares 32, 32 of 64 samples at the start: equal" in before.stdout
+    equal = "shares 32, 32 of 64 samples at the start: equal, until the ranks have measured their speeds"
+    assert equal in before.stdout.splitlines(), "here it is known that no earlier run was measured"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPUTRAIN_CACHE", environ["GPUTRAIN_CACHE"])
         given = LearnedSpeeds(Training(task="lm"), describe_task("lm"), {"data": "stdlib"})

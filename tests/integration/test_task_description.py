@@ -60,7 +60,12 @@ def test_the_schema_of_a_users_task_follows_the_files_that_it_imports(
     options.write_text(options.read_text() + "    depth: int = 2\n")
     assert recipe_of(text + "depth = 3\n").task_options == {"depth": 3}
     options.unlink()
-    assert "No module named 'mine_options'" in refusal(text + "depth = 3\n")
+    plain = refusal(text + "depth = 3\n")
+    assert plain.endswith("No module named 'mine_options'")
+    for env in ("[cluster.env]", "[[cluster.nodes]]\ncpu_ranks = 1\n[cluster.nodes.env]"):
+        assert refusal(f'{text}{env}\nPYTHONPATH = "/lib"\n').endswith(
+            "; PYTHONPATH in a table env is for the ranks: export it where gputrain runs, too"
+        )
 
 
 def test_a_users_task_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

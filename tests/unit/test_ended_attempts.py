@@ -93,6 +93,7 @@ def test_a_finding_whose_attempt_was_given_up_is_over_with_it(name: str) -> None
     ("kind", "diagnosed", "left"),
     [
         ("host_silent", False, True),
+        ("awaits_hosts", False, True),
         ("desync", False, True),
         ("desync", True, False),
         ("non_finite_validation", False, True),

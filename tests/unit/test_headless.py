@@ -27,6 +27,7 @@ from gputrain_tui.headless.progress import (
 from gputrain_tui.history.run_columns import cause
 from gputrain_tui.history.summary import summarize
 from gputrain_tui.state import RunState
+from gputrain_tui.state.ended_attempts import is_left_standing
 from gputrain_tui.tables import ranks_text
 from trainer.contract.record import (
     Checkpoint,
@@ -149,6 +150,12 @@ def test_a_cause_is_shown_as_soon_as_it_is_known_until_the_next_attempt() -> Non
     waits = Finding(time=1003.0, kind="awaits_hosts", severity="info", message="waiting up to 600 s until all answer")
     state.apply(waits)
     assert plain_line(state, now=1003.0) == text.replace("ending all processes", waits.message)
+    assert event_line(waits) == [(waits.message, "bold")]
+    assert is_left_standing(waits), "the next attempt clears it, for it waits no more"
+    over = replace(waits, time=1004.0, state="cleared")
+    assert event_line(over) is None
+    state.apply(over)
+    assert plain_line(state, now=1003.0) == text
     state.apply(RankState(time=1004.0, rank=0, state="spawned", host="node-a", device="cpu"))
     assert plain_line(state, now=1005.0) == "starting 1 rank  5 s"
     state.apply(Failure(time=1006.0, kind="exception", rank=0, message="ValueError: bad batch"))
@@ -242,7 +249,10 @@ def test_the_closing_line_of_a_failed_run_names_no_finding_but_its_cause(
 
 @pytest.mark.parametrize(
     ("is_script", "told"),
-    [(False, "120 steps, 11,520 samples"), (True, "120 steps since then, 11,520 samples in all")],
+    [
+        (False, "120 steps, 7,680 samples in all attempts"),
+        (True, "120 steps since then, 7,680 samples in all attempts"),
+    ],
 )
 def test_the_closing_line_names_the_restarts_after_which_a_script_counts_anew(is_script: bool, told: str) -> None:
     state = trained(limit=not is_script)

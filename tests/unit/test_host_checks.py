@@ -138,7 +138,7 @@ OWN = {"own_file": "/w/own.py", "own_code": "0a"}
             "error",
             "cluster.python",
             "torch 2.13.0 on h1, 2.12.1 on h2",
-            "gputrain push",
+            "correct cluster.python, or remove it and gputrain push",
         ),
         (
             {"environment": {"python": "3.12.1"}},
@@ -296,6 +296,39 @@ def test_a_problem_of_a_host_is_reported_with_its_key_and_fix(
     assert "h2: " in found.line
 
 
+@pytest.mark.parametrize(
+    ("environment", "train", "line"),
+    [
+        (
+            {"start_problem": "a.pt does not exist"},
+            'resume = "a.pt"',
+            ("resume", "train.resume", "a.pt does not exist", "name a checkpoint or a folder of them"),
+        ),
+        (
+            {"start_problem": "w is a folder"},
+            'finetune_from = "w"',
+            ("weights", "train.finetune_from", "w is a folder", "name a file of weights, or a folder of DCP"),
+        ),
+        (
+            {"shares_problem": "/r has no balanced shares in its record"},
+            'batch_size = "balanced"\nglobal_batch_size = 4\nshares_from = "/r"',
+            ("shares", "train.shares_from", "/r has no balanced shares in its record", "name the folder of such a run"),
+        ),
+    ],
+)
+def test_what_rank_0_reads_on_its_host_is_checked_there(
+    environment: dict[str, Any], train: str, line: tuple[str, str, str, str]
+) -> None:
+    wanted = recipe(train=LM.replace("[task]", f"{train}\n[task]"))
+    (found,) = [
+        result
+        for result in check_results(host_answer(0, environment=environment), host_answer(1), wanted=wanted)
+        if result.status != "ok"
+    ]
+    assert (found.check, found.key, found.what, found.fix) == line
+    assert (found.status, found.host) == ("error", "h1")
+
+
 def test_hosts_in_order_are_summarized_and_harmless_differences_are_no_error() -> None:
     other = {"torch": Torch(version="2.13.0+cpu"), "python": "3.11.9", "executable": "/other/python"}
     results = check_results(host_answer(0), host_answer(1, environment=other, clock_offset_s=2.1, round_trip_s=0.4))
@@ -369,6 +402,23 @@ def test_an_environment_is_read_without_importing_it(tmp_path: Path, task: str, 
     )
     assert found["data"] == {"data": [1, 5]}
     assert found["code"], "trainer is installed where this runs"
+    assert (found["start_problem"], found["shares_problem"]) == ("", "")
+
+
+def test_an_environment_tells_what_rank_0_cannot_read_before_its_first_step(tmp_path: Path) -> None:
+    (tmp_path / "kept.pt").touch()
+    program = Path(environment_facts.__file__).read_text()
+    shares = {"folder": "old", "ranks": 2, "global_batch_size": 8}
+    problems = []
+    for path in ("kept.pt", "none.pt"):
+        read = {"start": {"option": "resume", "path": path}, "shares": shares}
+        request = {"task": "own:Task", "script": "", "options": {}, **read}
+        words = [sys.executable, "-c", program, "", json.dumps(request)]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+        found = json.loads(done.stdout)
+        problems.append(found["start_problem"])
+        assert found["shares_problem"].startswith("old is no run directory: old/events/0.ndjson cannot be read")
+    assert problems == ["", "none.pt does not exist"]
 
 
 def test_a_host_that_never_reads_or_never_ends_is_given_up_in_time() -> None:

@@ -167,6 +167,7 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
         (MNIST.replace("gpus = 4", 'gpus = "al"'), '"all" or "free"; did you mean \'all\'?'),
         (MNIST.replace('host = "10.0.0.1"', "host = 5"), "r.toml:6: cluster.nodes[0].host is 5, but must be text"),
         (MNIST.replace("10.0.0.1", "-oProxyCommand=x"), "host is '-oProxyCommand=x', but must be a host name or"),
+        (MNIST.replace("10.0.0.1", "ada@gpu1:22"), "host is 'ada@gpu1:22', but must be a host name or an address"),
         (MNIST.replace("10.0.0.1", "a b"), "r.toml:6: cluster.nodes[0].host is 'a b', but must be a host name or"),
         ("[cluster]\nnodes = []\n" + BASE, "r.toml:2: cluster.nodes is empty"),
         ("[cluster.nodes]\ngpus = 1\n" + BASE, "cluster.nodes must be a list of tables: write [[cluster.nodes]]"),
@@ -210,6 +211,16 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
         (
             "[cluster]\non_stall = stop  # now\n",
             'r.toml:2: is not valid TOML: Invalid value; a text needs quotes: on_stall = "stop"',
+        ),
+        ("[train]\nlr = 0,05  # now\n", "; a number has a decimal point: lr = 0.05"),
+        (
+            '[cluster.nodes]\nhost = "a"\n[cluster.nodes]\nhost = "b"\n',
+            "r.toml:3: is not valid TOML: Cannot declare ('cluster', 'nodes') twice; "
+            "write [[cluster.nodes]] before each node",
+        ),
+        (
+            '[train]\ntask = "my.py"\n',
+            "r.toml:2: train.task is 'my.py': a file has no task without the name of its class: my.py:Class",
         ),
         ("a = 1\nb = ~/x", 'r.toml:2: is not valid TOML: Invalid value; a text needs quotes: b = "~/x"'),
         (

@@ -35,6 +35,7 @@ from trainer.checkpoint import CheckpointWriter, Saved, write_file
 from trainer.contract.record import (
     AnyEvent,
     Checkpoint,
+    Checksum,
     CollectiveGroup,
     Failure,
     Finding,
@@ -43,6 +44,7 @@ from trainer.contract.record import (
     NodeSample,
     RankState,
     RunDir,
+    ShareChange,
     Step,
     Validation,
     World,
@@ -326,6 +328,30 @@ def test_shares_of_the_parts_add_up_and_hardware_and_versions_are_told(tmp_path:
     assert sum(part["share"] for part in data["parts"]) == pytest.approx(1)
     assert {host["host"] for host in data["hosts"]} == {"node000", "node001"}
     assert any(line.startswith("  node001  ") for line in lines)
+
+
+def test_balanced_shares_and_equal_parameters_are_data_of_the_report(tmp_path: Path) -> None:
+    run = synthetic.run(tmp_path, ranks_per_node=2, steps=60, status="finished")
+    data, _ = told(run)
+    assert (data["shares"], data["parameters_equal"]) == ([], None)
+    assert [rank["share"] for rank in data["ranks"]] == [None, None]
+    changes = [
+        ShareChange(time=BEGIN, step=1, previous=[], shares=[8, 8], cause="start"),
+        ShareChange(time=BEGIN + 20, step=25, previous=[8, 8], shares=[4, 12], cause="measured"),
+    ]
+    sums = [Checksum(time=BEGIN + 9, rank=rank, step=9, parameters="a", buffers="b") for rank in range(2)]
+    write(run.dir.rank_events(0), *changes, sums[0])
+    write(run.dir.rank_events(1), sums[1])
+    data, lines = told(run)
+    validate(data, msgspec.json.schema(RunReport))
+    assert [(each["step"], each["shares"], each["cause"]) for each in data["shares"]] == [
+        (1, [8, 8], "start"),
+        (25, [4, 12], "measured"),
+    ]
+    assert [rank["share"] for rank in data["ranks"]] == [4, 12]
+    assert data["parameters_equal"] is True
+    assert "parameters equal on all ranks" in lines
+    assert any(line.endswith(data["shares"][-1]["text"].removeprefix("shares ")) for line in lines)
 
 
 def test_the_checkpoints_that_are_left_are_listed_with_the_best_one(tmp_path: Path) -> None:

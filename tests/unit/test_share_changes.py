@@ -26,7 +26,7 @@ from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
 from gputrain_tui.state.share_changes import CAUSES, change_text, shares_text
-from trainer.contract.record import ShareChange
+from trainer.contract.record import RankState, ShareChange
 
 
 def changed(step: int, shares: Sequence[int], cause: Any = "measured", **fields: Any) -> ShareChange:
@@ -176,7 +176,23 @@ def test_work_before_a_change_of_shares_is_not_compared_with_work_after_it() -> 
 def test_balanced_shares_raise_no_uneven_speeds_and_a_rank_that_they_cannot_help_is_a_straggler() -> None:
     run = SimulatedRun(2, device="cuda:0")
     run.state.apply(ShareChange(time=run.now, step=1, previous=[], shares=[48, 48], cause="start"))
-    assert summaries(run.steps(200, of_speeds([1.0, 3.0]))) == [("straggler", "raised", 1, "unattributed")]
+    found = run.steps(200, of_speeds([1.0, 3.0]))
+    assert summaries(found) == [("straggler", "raised", 1, "unattributed")]
+    assert "batch_size" not in found[0].advice, "it is balanced already"
     even = SimulatedRun(2)
     even.state.apply(ShareChange(time=even.now, step=1, previous=[], shares=[48, 48], cause="start"))
     assert even.steps(300, balanced) == []
+
+
+@pytest.mark.parametrize(
+    ("hosts", "kept", "left_out"), [(("h1", "h1"), "optimizer", "host"), (("h1", "h2"), "host", "optimizer")]
+)
+def test_of_several_hosts_a_narrow_table_keeps_the_host_of_each_share(
+    hosts: tuple[str, str], kept: str, left_out: str
+) -> None:
+    state = seen(START, MEASURED)
+    for rank, host in enumerate(hosts):
+        state.apply(RankState(time=1000.0, rank=rank, state="training", host=host))
+    titles = closing_table(state, 80)[0][0][0].split()
+    assert kept in titles
+    assert left_out not in titles

@@ -7,7 +7,8 @@ import pytest
 from gputrain_tui.headless.progress import paint, plain_line, progress_line
 from gputrain_tui.state import RunState
 from gputrain_tui.state.standstill import Standstill, StepWatch
-from trainer.contract.record import Doing, NodeSample, RankState, RunEnded, Step, TrainingPlan
+from trainer.contract.outcome import RESTARTED
+from trainer.contract.record import Doing, Finding, NodeSample, RankState, RunEnded, Step, TrainingPlan
 
 
 def trained(step_s: float, *, steps: int = 20, state: str = "training") -> RunState:
@@ -79,6 +80,30 @@ def test_a_standstill_names_the_compiler_and_a_record_that_has_stopped_in_place_
     still = watched(state, 61.0)
     assert still is not None
     assert still.text == "nothing recorded for 1:01"
+
+
+def test_an_attempt_after_the_first_one_is_starting_until_its_first_step() -> None:
+    state, watch = trained(0.1), StepWatch()
+    watch.note(state, 2.0)
+    watch.note(state, 40.0)
+    still = watch.standstill(state, 40.0)
+    assert still is not None
+    assert still.text == "no step for 38 s"
+    state.apply(Finding(time=40.0, kind=RESTARTED, message="attempt 1 ended; attempt 2 begins"))
+    watch.note(state, 40.0)
+    for rank in (0, 1):
+        state.apply(RankState(time=45.0 + rank, rank=rank, state="spawned", pid=9))
+        watch.note(state, 45.0 + rank)
+    still = watch.standstill(state, 47.0)
+    assert still is not None
+    assert (still.text, still.is_long) == ("starting again for 7 s", True), "rates are of the attempt before"
+    line = paint(progress_line(state, 80, now=0.0, standstill=still), colour=False)
+    assert "starting again for 7 s" in line
+    assert "/s" not in line
+    for rank in (0, 1):
+        state.apply(Step(time=48.0, rank=rank, step=15, epoch=1, steps=1, samples=8, loss=2.0, step_ms=100.0))
+    watch.note(state, 48.0)
+    assert watch.standstill(state, 49.0) is None
 
 
 def test_a_run_that_has_ended_or_has_no_step_yet_does_not_stand_still() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from gputrain_tui.history.comparison import CurveHistory
 from gputrain_tui.history.export.extent import shortcomings
 from gputrain_tui.history.export.live_scalars import LiveScalars
 from gputrain_tui.history.export.steps import RecordedSteps
+from gputrain_tui.history.export.table import write_csv
 from gputrain_tui.history.known_ranks import KnownRanks
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
@@ -132,6 +135,33 @@ def test_events_of_a_gone_rank_that_come_late_bring_it_not_back() -> None:
     for rank in range(2):
         state.apply(Checksum(time=BEGIN + 60, rank=rank, step=5, parameters="a", buffers="b"))
     assert state.desync.equal is True
+
+
+def test_a_record_read_as_a_whole_keeps_hosts_and_checksums_of_the_last_attempt() -> None:
+    """A reader brings the world of an attempt after all that its ranks and nodes have recorded."""
+    state = RunState(world_size=3)
+    samples = [
+        NodeSample(time=BEGIN + at, node=node, host=host, cores=2, ranks=[RankSample(rank=rank, rss_bytes=9)])
+        for at, node, host, rank in [
+            (2, 0, "h1", 0),
+            (3, 1, "h2", 1),
+            (3, 2, "h3", 2),
+            (60, 0, "h1", 0),
+            (61, 1, "h3", 1),
+        ]
+    ]
+    checksums = [
+        Checksum(time=BEGIN + at, rank=rank, step=number, parameters=str(at), buffers="b")
+        for at, rank, number in [(4, 0, 6), (4, 1, 6), (60, 0, 8), (60, 1, 8), (62, 0, 9), (62, 1, 9)]
+    ]
+    state.apply_all([*samples, *checksums])
+    assert state.desync.equal is None, "of three ranks only two have answered"
+    state.apply(CHANGE)
+    assert {node: sample.host for node, sample in state.nodes.items()} == {0: "h1", 1: "h3"}
+    assert state.desync.equal is True
+    state.apply(Checksum(time=BEGIN + 63, rank=0, step=10, parameters="a", buffers="b"))
+    state.apply(Checksum(time=BEGIN + 63, rank=1, step=10, parameters="c", buffers="b"))
+    assert state.desync.equal is False
 
 
 def test_a_rank_that_is_gone_is_neither_stalled_nor_does_it_keep_the_diagnosis_from_its_rows() -> None:
@@ -266,6 +296,16 @@ def test_an_export_has_the_ranks_of_all_attempts_and_names_no_gap(run: Run) -> N
     rows = [(row[0].attempt, row[0].step.step, len(row)) for row in record.over_ranks()]
     assert rows == [(1, n, 3) for n in range(1, OLD)] + [(1, OLD, 2)] + [(2, n, 2) for n in range(5, NEW + 1)]
     assert shortcomings(run, list(record.extents.values())) == []
+
+
+def test_a_csv_names_the_host_of_each_attempt(run: Run) -> None:
+    write(run.dir.rank_events(1), replace(spawned(1, 80, 30), host="h3"), step(1, 7, 81))
+    written = io.BytesIO()
+    write_csv(RecordedSteps(run, range(run.status.recorded_ranks)), written)
+    rows = list(csv.DictReader(io.StringIO(written.getvalue().decode())))
+    hosts = {(row["rank"], row["attempt"]): row["host"] for row in rows}
+    assert hosts == {("0", "1"): "h1", ("0", "2"): "h1", ("1", "1"): "h2", ("1", "2"): "h2", ("1", "3"): "h3",
+                     ("2", "1"): "h3"}  # fmt: skip
 
 
 def test_a_world_event_is_read_back_as_written() -> None:

@@ -116,16 +116,22 @@ def finding(
     text: str,
     *,
     severity: Literal["info", "warning", "critical"] = "info",
+    rank: int | None = None,
     step: int | None = None,
     advice: str = "",
 ) -> None:
-    """Report a finding that does not end the training; rank 0 only, and nothing for an empty text."""
+    """Report a finding about the run, or about a ``rank``, that does not end the training; nothing for an empty text.
+
+    Rank 0 writes it for all.
+    """
     if ctx.rank != 0 or not text:
         return
     text = text.encode(errors="backslashreplace").decode()  # it may hold a path
     ctx.print_line(text)
     ctx.writer.write(
-        record.Finding(time=time.time(), kind=kind, severity=severity, rank=0, step=step, message=text, advice=advice)
+        record.Finding(
+            time=time.time(), kind=kind, severity=severity, rank=rank, step=step, message=text, advice=advice
+        )
     )
 
 

@@ -72,6 +72,8 @@ class RankExtent:
     """How often the steps began at 1."""
     is_task: bool = False
     """Whether a training plan is recorded, as of a task."""
+    host: str = ""
+    """Host of the rank in the attempt of the last event; empty where it has recorded none."""
     missing: int = 0
     """Steps that are not in the record although later ones are."""
     gaps: list[tuple[int, int]] = field(default_factory=list)
@@ -91,10 +93,12 @@ class RankExtent:
 
     def note(self, event: AnyEvent) -> None:
         """Note an event other than a step: the begin of an attempt, its first step, or lost events."""
-        if type(event) is RankState and event.state == "joining":
-            if self._has_joined or self.steps:
-                self._begin_attempt()
-            self._has_joined = True
+        if type(event) is RankState:
+            self.host = event.host or self.host
+            if event.state == "joining":
+                if self._has_joined or self.steps:
+                    self._begin_attempt()
+                self._has_joined = True
         elif type(event) is TrainingPlan:
             self._next = event.first_update + 1
             self.is_task = True

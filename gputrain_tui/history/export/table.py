@@ -26,7 +26,7 @@ _SCALARS = tuple(
 )  # fmt: skip
 _scalars_of = attrgetter(*_SCALARS)
 COLUMNS = (
-    "rank", "attempt", "step", "averaged_over", "time", "epoch", "share", *_SCALARS,
+    "rank", "attempt", "step", "averaged_over", "time", "epoch", "share", "host", *_SCALARS,
     *(f"core_wait_{phase}_ms" for phase in CORE_WAIT_PHASES), "bucket_ms", "groups",
 )  # fmt: skip
 _json = msgspec.json.Encoder().encode
@@ -36,9 +36,9 @@ _NO_WAITS = ("",) * len(CORE_WAIT_PHASES)
 def write_csv(record: RecordedSteps, file: BinaryIO) -> None:
     """Write a line per rank and step, rank after rank; values that were not measured are empty.
 
-    The share is the rank's samples of a micro-step where shares are balanced. The times of the buckets are numbers with
-    spaces between them, the collectives by group a JSON list; single calls are left out. The user's own metrics have
-    columns behind all others, ``metric:NAME``.
+    The share is the rank's samples of a micro-step where shares are balanced, the host that of the attempt. The
+    times of the buckets are numbers with spaces between them, the collectives by group a JSON list; single calls
+    are left out. The user's own metrics have columns behind all others, ``metric:NAME``.
     """
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     try:
@@ -50,7 +50,8 @@ def write_csv(record: RecordedSteps, file: BinaryIO) -> None:
             metrics = _MetricsBySteps(record.metrics(rank) if names else iter(()))
             for single in record.of(rank):
                 own = metrics.at(single.attempt, single.step.step) if names else {}
-                rows.writerow([*_row(single, _share(changes, rank, single)), *(own.get(name, "") for name in names)])
+                row = _row(single, _share(changes, rank, single), record.extents[rank].host)
+                rows.writerow([*row, *(own.get(name, "") for name in names)])
         text.flush()
     finally:
         text.detach()  # the caller closes the file
@@ -81,11 +82,11 @@ def _share(changes: Sequence[tuple[int, ShareChange]], rank: int, single: Single
     return changes[at - 1][1].shares[rank]
 
 
-def _row(single: SingleStep, share: object) -> tuple[object, ...]:
+def _row(single: SingleStep, share: object, host: str) -> tuple[object, ...]:
     attempt, averaged_over, _, step = single
     waits = step.core_wait_ms
     return (
-        step.rank, attempt, step.step, averaged_over, step.time, step.epoch, share, *_scalars_of(step),
+        step.rank, attempt, step.step, averaged_over, step.time, step.epoch, share, host, *_scalars_of(step),
         *(_NO_WAITS if waits is None else [waits.get(phase, 0.0) for phase in CORE_WAIT_PHASES]),
         "" if step.bucket_ms is None else " ".join(map(str, step.bucket_ms)),
         "" if step.groups is None else _json(step.groups).decode(),

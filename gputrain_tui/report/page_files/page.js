@@ -103,14 +103,26 @@ function rankTable(report) {
   const ranks = report.ranks.filter((each) => (view.rank === "" || String(each.rank) === view.rank) && (!view.host || each.host === view.host));
   const latest = [...ranks].sort((a, b) => (b.late_ms || 0) - (a.late_ms || 0)).slice(0, 64).sort((a, b) => a.rank - b.rank);
   const share = (rank, ...names) => { const found = rank.parts.filter((part) => names.includes(part.name)); return found.length ? percent(found.reduce((sum, part) => sum + part.share, 0)) : "–"; };
+  const balanced = report.shares.length > 0;
   const rows = latest.map((rank) => [
-    { right: String(rank.rank) }, rank.host || "", rank.device || "", rank.outcome || "", { right: number(rank.steps, 0) }, { right: number(rank.loss, 4) }, { right: number(rank.step_ms) }, { right: number(rank.late_ms) },
+    { right: String(rank.rank) }, rank.host || "", rank.device || "", rank.outcome || "", { right: number(rank.steps, 0) }, ...(balanced ? [{ right: number(rank.share, 0) }] : []), { right: number(rank.loss, 4) }, { right: number(rank.samples_per_s) }, { right: number(rank.step_ms) }, { right: number(rank.late_ms) },
     { right: share(rank, "data") }, { right: share(rank, "forward", "backward") }, { right: share(rank, "sync") }, { right: share(rank, "optimizer") }, { right: bytes(rank.memory_peak_bytes) }, rank.findings.map((kind) => kind.replaceAll("_", " ")).join(", "),
   ]);
   const right = (...titles) => titles.map((title) => ({ right: title }));
-  const box = table([...right("rank"), "host", "device", "end", ...right("steps", "loss", "step ms", "late ms", "data", "compute", "sync", "optimizer", "peak memory"), "findings"], rows);
+  const box = table([...right("rank"), "host", "device", "end", ...right("steps", ...(balanced ? ["share"] : []), "loss", "samples/s", "step ms", "late ms", "data", "compute", "sync", "optimizer", "peak memory"), "findings"], rows);
   if (ranks.length > latest.length) box.append(make("p", { class: "faint" }, `… and ${ranks.length - latest.length} ranks that were less late`));
   return box;
+}
+
+// What the run has reached: its newest validation and test, whether its ranks agree, and the changes of their shares.
+function results(report) {
+  const lines = ["valid", "test"].flatMap((split) => report.validations.filter((each) => each.split === split).slice(-1)).map((each) => {
+    const metrics = Object.entries(each.metrics).slice(0, 16).map(([name, value]) => `${name} ${number(value, 4)}`);
+    return [each.split, `step ${each.step.toLocaleString("en-US")}: loss ${number(each.loss, 4)}`, ...metrics].join("  ");
+  });
+  if (report.parameters_equal !== null) lines.push(report.parameters_equal ? "parameters equal on all ranks" : "parameters DIFFER between ranks");
+  lines.push(...report.shares.slice(-8).map((each) => each.text));
+  return make("div", {}, ...lines.map((text) => make("p", {}, text)));
 }
 
 function findingTable(report) {
@@ -153,7 +165,7 @@ function show(data) {
     main.append(section("Metrics", make("div", { class: "controls" }, choice("metric", names, first, (value) => { view.metric = value; }, false)), make("div", { class: "charts" }, metricChart(data), metricTable(report))));
   }
   if (report.findings.some((each) => each.severity !== "info")) main.append(section("What was found, and when", findingTable(report)));
-  main.append(section("Ranks", rankTable(report)));
+  main.append(section("Ranks and results", rankTable(report), results(report)));
   const hardware = hardwareCharts(data);
   if (report.hosts.length) main.append(section("Hardware and versions", hostTable(report), make("div", { class: "charts" }, ...hardware)));
   if (report.previous_run) main.append(section(`Recipe, compared with ${report.previous_run}`, report.changes.length ? table(["key", "before", "now"], report.changes.slice(0, 200).map((each) => [each.key, each.before || "–", each.now || "–"])) : make("p", {}, "the same")));
