@@ -254,10 +254,10 @@ class ShareBalance:
 
     def _tell_slow(self) -> None:
         """Report, once, a rank that is the slowest one even with one sample."""
-        found = self._least_share.add(self._times, self._shares)
-        if found is None:
+        slow = self._least_share.add(self._times, self._shares)
+        if slow is None:
             return
-        slowest, ms, others_ms = found
+        slowest, ms, others_ms = slow
         reports.finding(
             self._ctx,
             "slow_with_one_sample",
