@@ -79,8 +79,8 @@ def test_the_command_prints_a_table_the_contract_and_lines_for_the_shell(plan: C
 
 def test_the_plan_of_balanced_shares_says_with_which_it_begins(plan: Command) -> None:
     nodes = ("--set", "cluster.nodes=[{cpu_ranks = 3}]")
-    line = "shares 32, 32, 32 of 96 samples at the start: equal, until the ranks have measured their speeds, or by earlier "
-    line += "runs on such devices"
+    line = "shares 32, 32, 32 of 96 samples at the start: equal, until the ranks have measured their speeds, "
+    line += "or by earlier runs on such devices"
     assert line in plan("recipes/mixed_gpus.toml", *nodes).stdout.splitlines()
     recorded = plan("recipes/mixed_gpus.toml", *nodes, "--set", "train.shares_from=/runs/a")
     assert "shares of 96 samples as in the run of /runs/a" in recorded.stdout.splitlines()
