@@ -46,6 +46,7 @@ WORDS = {
     "input_bound": "waits for data",
     "communication_bound": "waits for the network",
     "cpu_contention": "too few cores",
+    "cpu_quota": "held back by a cpu quota",
     "gpu_throttled": "GPU throttled",
     "imbalance": "uneven work",
     "uneven_speeds": "uneven speeds",
@@ -73,7 +74,8 @@ def finding_summary(finding: Finding) -> str:
     subject = _subject(finding)
     cause = CAUSES.get(finding.cause or "", (finding.cause or "").replace("_", " "))
     if finding.kind != "straggler":
-        text = subject + WORDS.get(finding.kind, finding.kind.replace("_", " "))
+        kind = "cpu_quota" if (finding.kind, finding.cause) == ("cpu_contention", "cpu_quota") else finding.kind
+        text = subject + WORDS.get(kind, kind.replace("_", " "))
         at = f" ({finding.line})" if finding.line else ""
         return f"{text}: {cause}{at}" if finding.kind == "stalled" and cause else text
     if finding.cause == "other":

@@ -19,7 +19,7 @@ FAST, SLOW = ComputeTime(0.0, 1.0), ComputeTime(0.0, 3.0)
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("GPUTRAIN_CACHE", str(tmp_path))
-    return tmp_path / "speeds1"
+    return tmp_path / "speeds2"
 
 
 def speeds(values: dict[str, Any] | None = None, **training: Any) -> LearnedSpeeds:
@@ -36,6 +36,19 @@ def test_ranks_on_known_devices_begin_with_shares_by_their_speeds() -> None:
     assert speeds().shares([], 64) is None
     assert speeds({"layers": 3}).shares(["A", "B"], 64) is None
     assert speeds(precision="bf16").shares(["A", "B"], 64) is None
+
+
+def test_tasks_of_equal_name_in_two_folders_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        given = LearnedSpeeds(Training(task="mine.py:Mine"), [], {})
+        found.append(given.shares(["A", "B"], 64))
+        given.learn(["A", "B"], [FAST, SLOW])
+        by_path = LearnedSpeeds(Training(task=f"{tmp_path / name}/mine.py:Mine"), [], {})
+        assert by_path.shares(["A", "B"], 64) == [48, 16]
+    assert found == [None, None]
 
 
 def test_what_is_learned_later_counts_beside_what_is_known() -> None:

@@ -33,10 +33,18 @@ class LearnedSpeeds:
         """Take the training's options, those that the task has, and the values of some of these."""
         # By their defaults: a recipe holds only what it gives.
         given = {each.name: value for each in options if (value := values.get(each.name, each.default)) != each.default}
-        names = ("task", "precision", "compile", "activation_checkpointing")
-        inputs = [given, bool(training.max_tokens), *(getattr(training, name) for name in names)]
+        names = ("precision", "compile", "activation_checkpointing")
+        file, colon, task = training.task.rpartition(":")
+        if file.endswith(".py"):  # files of equal name in two folders have other models
+            file = os.path.realpath(os.path.expanduser(file))  # noqa: PTH111 - fails on an unknown user
+        inputs = [
+            given,
+            bool(training.max_tokens),
+            f"{file}{colon}{task}",
+            *(getattr(training, each) for each in names),
+        ]
         digest = hashlib.sha256(msgspec.json.encode(inputs, order="sorted")).hexdigest()[:24]
-        self._file = cache_folder() / "speeds1" / f"{digest}.json"
+        self._file = cache_folder() / "speeds2" / f"{digest}.json"
 
     def shares(self, models: Sequence[str], global_batch_size: int, *, least: int = 1) -> list[int] | None:
         """Return the shares of ranks on devices of these models; None if one is not known, or all are the same."""
