@@ -176,7 +176,7 @@ def test_a_wrong_request_keeps_its_exit_code_and_its_words(make_run: MakeRun) ->
     state = supervise(make_run("request"))
     assert state.ended is not None
     assert state.ended.exit_code == 2
-    assert state.ended.message == "trainer: --batch-size is 0, but must be an integer >= 1"
+    assert state.ended.message == "--batch-size is 0, but must be an integer >= 1"
 
 
 def test_a_command_that_cannot_be_started_is_a_failure(make_run: MakeRun) -> None:
