@@ -26,6 +26,7 @@ class SharesFromStep(msgspec.Struct, frozen=True, kw_only=True):
     """The shares that the ranks have from a step on."""
 
     step: int
+    """The first with them."""
     shares: tuple[int, ...]
     """Samples of each rank, or tokens, of the global batch."""
     cause: str

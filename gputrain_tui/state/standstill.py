@@ -106,7 +106,7 @@ class StepWatch:
         if seconds < SHOWN_STEPS * step_s:
             return None
         states = {view.state for view in state.ranks.values()}
-        if states <= {"finished"}:
+        if states <= {"finished"} or all(view.awaits_first_step for view in state.ranks.values()):
             return None
         stages = states | {view.phase for view in state.ranks.values()}
         activity = next((text for name, text in ACTIVITIES.items() if name in stages), "")

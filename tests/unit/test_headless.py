@@ -30,6 +30,7 @@ from gputrain_tui.state import RunState
 from gputrain_tui.state.ended_attempts import is_left_standing
 from gputrain_tui.tables import ranks_text
 from trainer.contract.record import (
+    AnyEvent,
     Checkpoint,
     Checksum,
     Doing,
@@ -247,33 +248,38 @@ def test_the_closing_line_of_a_failed_run_names_no_finding_but_its_cause(
     assert ("finding    rank 1 takes longer" in plain(closing_lines(state, 80))) is True
 
 
+def again_at_1(state: RunState) -> list[AnyEvent]:
+    """Return 120 steps of each rank that begin at 1, twice."""
+    step = Step(time=state.time, rank=0, step=120, epoch=1, steps=120, samples=960, loss=1.0)
+    return [replace(step, rank=rank) for rank in (0, 1) for _ in range(2)]
+
+
 @pytest.mark.parametrize(
     ("is_script", "told"),
     [
-        (False, "120 steps, 7,680 samples in all attempts"),
-        (True, "120 steps since then, 7,680 samples in all attempts"),
+        (False, "120 steps, 11,520 samples in all attempts"),
+        (True, "120 steps since then, 11,520 samples in all attempts"),
     ],
 )
 def test_the_closing_line_names_the_restarts_after_which_a_script_counts_anew(is_script: bool, told: str) -> None:
     state = trained(limit=not is_script)
     for attempt in (1, 2):
         state.apply(Finding(time=state.time, kind="restarted", severity="info", message=f"attempt {attempt} ended"))
-    for rank in (0, 1):
-        for steps in (120, 120):  # the second time they begin again at 1
-            state.apply(Step(time=state.time, rank=rank, step=steps, epoch=1, steps=steps, samples=960, loss=1.0))
+    state.apply_all(again_at_1(state))
     state.apply(RunEnded(time=state.time, status="finished", exit_code=0))
     assert paint(status_line(state), colour=False).endswith(f" after 2 restarts, {told}")
 
 
 @pytest.mark.parametrize(
     ("is_script", "told"),
-    [(False, "120 steps, 7,680 samples"), (True, "120 steps in the last one, 7,680 samples in all")],
+    [(False, "120 steps, 11,520 samples"), (True, "120 steps in the last one, 11,520 samples in all")],
 )
 def test_the_closing_line_counts_the_steps_and_samples_of_all_jobs(is_script: bool, told: str) -> None:
     state = trained(limit=not is_script)
     if state.plan is not None:
         state.apply(replace(state.plan, first_update=20))  # of the second job
     state.apply(RunStarted(time=1000.0, run="r", recipe="demo", world_size=2, run_dir="/r"))
+    state.apply_all(again_at_1(state))
     state.apply(RunEnded(time=1_200.0, status="finished", exit_code=0))
     assert paint(status_line(state), colour=False) == f"finished in 3:20, in 2 jobs, {told}"
 
