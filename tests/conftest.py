@@ -1,4 +1,4 @@
-"""Settings of all tests: signals, terminal, bytecode, examples, and reruns of timing tests."""
+"""Settings of all tests: signals, terminal, threads, bytecode, examples, and reruns of timing tests."""
 
 from __future__ import annotations
 
@@ -33,12 +33,15 @@ os.environ["TERM"] = "xterm-256color"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Set the number of hypothesis examples, compile packages and tests, and keep test processes from writing bytecode.
+    """Set the number of examples and how threads wait, compile packages and tests; test processes write no bytecode.
 
     Under a limit on file sizes, which some tests set, CPython 3.11 leaves a truncated ``.pyc``, and every later import
     of that module fails. xdist workers do write bytecode, because they start before the variable is set.
     """
     examples.configure(config)
+    if not _runs_alone(config):
+        # Else threads of torch spin while they wait for each other: where cores are taken, for twice the CPU time.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     is_worker = hasattr(config, "workerinput")
     if is_worker:
         gc.disable()  # until pytest_collection_finish: what a collection makes stays, and is a quarter of its time
@@ -82,8 +85,13 @@ def _rewrite_tests(config: pytest.Config) -> None:
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return up to four workers, because most tests wait for processes; benchmarks and GPU tests run one by one."""
+    return 0 if _runs_alone(config) else min(4, 2 + (os.cpu_count() or 1))
+
+
+def _runs_alone(config: pytest.Config) -> bool:
+    """Return whether benchmarks or tests on GPUs are selected, which measure what a user has."""
     selected = config.option.markexpr.replace("not benchmark", "").replace("not gpu", "")
-    return 0 if "benchmark" in selected or "gpu" in selected else min(4, 2 + (os.cpu_count() or 1))
+    return "benchmark" in selected or "gpu" in selected
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -25,6 +25,7 @@ context = 16
 layers = 2
 dim = 16
 heads = 2
+sample_bytes = 40
 
 [train]
 task = "lm"

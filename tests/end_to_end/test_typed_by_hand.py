@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from text_cache import with_task_options
+from trained import TASK
 from waiting import LIMIT_S, until
 
 from trainer.contract.record import RankState, RunDir, decode_events
@@ -65,11 +67,10 @@ def test_a_node_that_waits_for_rank_0_ends_when_the_record_says_that_node_0_has_
     tmp_path: Path, ranks: int
 ) -> None:
     (tmp_path / "r.toml").write_text(
-        '[train]\ntask = "tiny_task.py:TinyTask"\nmax_updates = 3\nbatch_size = 4\njoin_timeout = 1000\n'
+        f'[train]\ntask = "{TASK}"\nmax_updates = 3\nbatch_size = 4\njoin_timeout = 1000\n'
         + "".join(f"[[cluster.nodes]]\ncpu_ranks = {count}\n" for count in (2, ranks))
     )
-    shutil.copy(ROOT / "tests/support/tiny_task.py", tmp_path)
-    environ = os.environ | {"GPUTRAIN_HOME": str(tmp_path / "home")}
+    environ = os.environ | {"GPUTRAIN_HOME": str(with_task_options(tmp_path / "home"))}
     plan = [sys.executable, "-m", "gputrain_tui", "plan", "r.toml", "--shell", "--run-dir", "rec"]
     shell = subprocess.run(plan, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=LIMIT_S).stdout
     first, second = shell.splitlines()[1::2]

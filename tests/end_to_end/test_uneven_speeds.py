@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from text_cache import with_task_options
 from waiting import LIMIT_S
 
 TASK = Path(__file__).parents[1] / "support" / "slowed_task.py"
@@ -31,7 +32,7 @@ in_both = true
 def run(tmp_path: Path, name: str, *settings: str) -> dict[str, Any]:
     """Run the recipe and return its entry in ``gputrain runs --json``."""
     (tmp_path / f"{name}.toml").write_text(f'name = "{name}"{RECIPE}')
-    environ = {**os.environ, "GPUTRAIN_HOME": str(tmp_path / "home"), "GLOO_SOCKET_IFNAME": "lo"}
+    environ = {**os.environ, "GPUTRAIN_HOME": str(with_task_options(tmp_path / "home")), "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "gputrain_tui"]
     words = [word for setting in settings for word in ("--set", setting)]
     done = subprocess.run(
