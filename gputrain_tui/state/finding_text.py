@@ -46,7 +46,7 @@ WORDS = {
     "input_bound": "waits for data",
     "communication_bound": "waits for the network",
     "cpu_contention": "too few cores",
-    "cpu_quota": "held back by a cpu quota",
+    "cpu_quota": "too small a cpu quota",
     "gpu_throttled": "GPU throttled",
     "imbalance": "uneven work",
     "uneven_speeds": "uneven speeds",

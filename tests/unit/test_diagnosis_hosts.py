@@ -177,7 +177,7 @@ def test_a_quota_that_holds_ranks_back_is_named_and_nothing_else_is_blamed(
     if message:
         (first,) = found
         assert (first.kind, first.cause, first.host) == ("cpu_contention", "cpu_quota", "node0")
-        assert finding_summary(first).endswith("held back by a cpu quota")
+        assert finding_summary(first).endswith("too small a cpu quota")
         assert first.severity == ("critical" if throttled[1] >= 50.0 else "warning")
         assert first.advice.startswith("raise that quota (cpu.max or cpu.cfs_quota_us of the cgroup; docker --cpus, ")
         assert sampled(run, 60, **sample) == [], "it stands for as long as it lasts"  # type: ignore[arg-type]
