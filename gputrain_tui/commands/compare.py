@@ -12,8 +12,8 @@ from gputrain_tui.commands.document_output import add_form, require_output, writ
 from gputrain_tui.commands.shared_flags import RUN_HELP
 from gputrain_tui.headless.comparison_text import comparison_lines
 from gputrain_tui.history.comparison import DifferingValues
-from gputrain_tui.history.run_folders import Run, find
-from gputrain_tui.lifecycle.run_checkpoints import last_trained
+from gputrain_tui.history.run_folders import Run
+from gputrain_tui.lifecycle.run_checkpoints import find_or_last_trained
 from gputrain_tui.output import print_message
 from gputrain_tui.report.comparison_in_turns import MIN_ROUNDS, compare_in_turns
 from gputrain_tui.report.comparison_limits import check_limits, check_limits_in_turns, parse_condition
@@ -64,7 +64,7 @@ def run(args: Namespace) -> int:
     conditions = [parse_condition(text) for text in args.fail_on]
     steps = [each.at for each in conditions if each.at is not None]
     if args.rounds is None:
-        runs = [last_trained() if name == "last" else find(name) for name in args.runs]
+        runs = [find_or_last_trained(name) for name in args.runs]
         recorded = [_recorded(each) for each in runs]
         recipe, unknown = _recipe_values(runs)
         comparison = replace(compare(recorded, recipe=recipe, loss_steps=steps), recipe_unknown=unknown)

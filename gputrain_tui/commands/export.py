@@ -19,8 +19,8 @@ from gputrain_tui.history.export.extent import shortcomings, summary
 from gputrain_tui.history.export.steps import RecordedSteps
 from gputrain_tui.history.export.table import write_csv, write_jsonl
 from gputrain_tui.history.export.trace import write_trace
-from gputrain_tui.history.run_folders import Run, find
-from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint, last_trained
+from gputrain_tui.history.run_folders import Run
+from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint, find_or_last_trained
 from gputrain_tui.output import print_message
 from gputrain_tui.tables import printable, size
 from trainer.contract.errors import ExitCode, MachineNotReadyError, RequestError
@@ -121,7 +121,7 @@ def _tensorboard(args: Namespace, output: Path | None) -> int:
 def _archive(args: Namespace, output: Path | None) -> int:
     from gputrain_tui.history.export.archive import Archive
 
-    run = _run(args)
+    run = find_or_last_trained(args.named)
     archive = Archive(run, logs=bool(args.logs))
     output = _place(args, run, output)
     with _file(output) as file:
@@ -138,12 +138,8 @@ def _archive(args: Namespace, output: Path | None) -> int:
     return ExitCode.FINISHED
 
 
-def _run(args: Namespace) -> Run:
-    return last_trained() if args.named == "last" else find(args.named)
-
-
 def _record(args: Namespace) -> RecordedSteps:
-    run = _run(args)
+    run = find_or_last_trained(args.named)
     ranks = chosen_ranks(args, run, command="export") or range(run.status.recorded_ranks)
     return RecordedSteps(run, ranks)
 

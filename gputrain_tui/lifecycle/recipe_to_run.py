@@ -17,7 +17,7 @@ from gputrain_tui.lifecycle.run_checkpoints import (
     ChosenCheckpoint,
     describe_missing_checkpoint,
     evaluated_checkpoint,
-    last_trained,
+    find_or_last_trained,
     recorded_table,
     resumable_checkpoint,
     run_named_by,
@@ -43,7 +43,7 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None) ->
                 "no recipe is named; `gputrain run RECIPE` takes a TOML or JSON file, or - for standard input"
             )
         return load_recipe(source, overrides=list(overrides))
-    run = last_trained() if resume == "last" else find(resume)
+    run = find_or_last_trained(resume)
     if evaluated := evaluated_checkpoint(run.dir):
         raise RequestError(f"--resume {resume}: {run.id} is an evaluation of {evaluated}; name the run that trained it")
     if run.status.archived is not None:
@@ -108,7 +108,7 @@ def folder_hint(run: Run, *, here: Path) -> str:
         return ""
     if not (folder / path).exists():
         return f"{run.id} was started in {folder}, which has no {path} any more"
-    return f"{run.id} was started in {folder}, which has it: enter that folder first"
+    return _enter_its_folder(run)
 
 
 def data_hint(recipe: Recipe, key: str) -> str:
@@ -122,7 +122,11 @@ def data_hint(recipe: Recipe, key: str) -> str:
     if table != "task" or run is None or not run.status.workdir or not isinstance(value, str) or value.startswith("/"):
         return ""
     is_there = os.path.exists(f"{run.status.workdir}/{value}")  # noqa: PTH110 - a path raises for a text that is too long
-    return f"{run.id} was started in {run.status.workdir}, which has it: enter that folder first" if is_there else ""
+    return _enter_its_folder(run) if is_there else ""
+
+
+def _enter_its_folder(run: Run) -> str:
+    return f"{run.id} was started in {run.status.workdir}, which has it: enter that folder first"
 
 
 def recipe_of(run: Run) -> str:

@@ -104,19 +104,28 @@ def choose_checkpoint(named: str, which: str | None) -> ChosenCheckpoint:
     return ChosenCheckpoint(path=newest, run=run, run_id=run_id, description=description)
 
 
-def last_trained() -> Run:
+def _last_trained() -> Run:
     """Return the newest run that is not an evaluation."""
     runs = (run for run in newest_runs() if isinstance(run, Run))
     return next((run for run in runs if not evaluated_checkpoint(run.dir)), None) or find("last")
 
 
+def find_or_last_trained(named: str) -> Run:
+    """Return a run as ``find`` does, but of ``last`` the last one that trained.
+
+    Raises:
+        RequestError: there is no such run.
+    """
+    return _last_trained() if named == "last" else find(named)
+
+
 def find_training(named: str) -> Run:
-    """Return a run as ``find`` does, of ``last`` the last one that trained.
+    """Return a run as ``find_or_last_trained`` does.
 
     Raises:
         RequestError: there is no such run, or it is an evaluation.
     """
-    run = last_trained() if named == "last" else find(named)
+    run = find_or_last_trained(named)
     if checkpoint := evaluated_checkpoint(run.dir):
         raise RequestError(f"{run.id} is an evaluation of {checkpoint}: name that file, or the run that trained it")
     return run
