@@ -413,15 +413,20 @@ def test_a_wait_after_a_mark_that_did_not_read_it_counts_to_the_next_phase() -> 
     assert clock.waits_ms(marks) == pytest.approx([0.0, 3.0])
 
 
-def test_a_wait_shorter_than_a_millisecond_is_read_with_the_next_one() -> None:
+def test_waits_for_a_core_are_read_in_a_five_hundredth_of_the_time() -> None:
     manual, waited = ManualClock(0.0), ManualClock(0.0)
-    clock = HostClock(manual, waited)
+
+    def read() -> float:
+        manual.advance(0.01)
+        return waited()
+
+    clock = HostClock(manual, read)
     marks = [clock.mark()]
-    for elapsed_ms, waited_ms in ((0.9, 0.3), (1.2, 1.1), (0.4, 0.0)):
+    for elapsed_ms, waited_ms in ((4.9, 0.3), (0.2, 1.1), (4.9, 2.0), (5.0, 4.0)):
         manual.advance(elapsed_ms)
         waited.advance(waited_ms)
         marks.append(clock.mark())
-    assert clock.waits_ms(marks) == pytest.approx([0.0, 1.4, 0.0])
+    assert clock.waits_ms(marks) == pytest.approx([0.0, 1.4, 0.0, 6.0])
 
 
 def test_waits_for_a_core_are_absent_where_the_system_does_not_count_them() -> None:

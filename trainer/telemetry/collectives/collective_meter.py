@@ -90,7 +90,7 @@ class CollectiveMeter:
 
     def attach(self, clock: Clock, in_backward: Callable[[], bool]) -> None:
         """Begin to follow the calls of this thread, and those of autograd's threads in its backward passes."""
-        self._mark = clock.mark_call
+        self._mark = clock.mark
         if isinstance(clock, CudaClock):
             self._streams = SideStreams(clock.stream_handle)
             self._is_capturing = clock.is_capturing
