@@ -30,7 +30,7 @@ from trainer.agent.script_environment import RANK_PID, RUN_DIR
 from trainer.contract.record import EventWriter, RankState, RankStateName, RunDir
 from trainer.engine.script_shares import ScriptShares
 from trainer.telemetry import instrument
-from trainer.telemetry.ddp_log import ddp_of
+from trainer.telemetry.comm_hook import ddp_of
 from trainer.telemetry.instrument.fetched_batches import plus, size_of
 from trainer.telemetry.instrument.not_measured import not_measured, print_line
 from trainer.telemetry.own_metrics import OWN

@@ -15,8 +15,7 @@ from trainer.telemetry.collectives.collective_meter import bytes_of
 from trainer.telemetry.collectives.collective_times import collective_times
 from trainer.telemetry.collectives.group_names import NamedGroup, name_of
 from trainer.telemetry.collectives.readings import Call, StepCollectives
-from trainer.telemetry.ddp_log import SyncTimes
-from trainer.telemetry.step_events import Phase, StepReading, merge, step_event
+from trainer.telemetry.step_events import Phase, StepReading, SyncTimes, merge, step_event
 from trainer.telemetry.step_recorder import StepRecorder
 
 GROUPS = [NamedGroup("dp", [0, 2]), NamedGroup("tp", [0, 1])]
@@ -48,7 +47,7 @@ def _interval(ms: float) -> int:
 def event_of(step: StepCollectives | None, sync: SyncTimes | None = None, **named: Any) -> Any:
     reading = StepReading(
         1.0, 1, 1, 8, None, None, 0.0, [at(ms) for ms in BOUNDS_MS], PHASES,
-        lambda: (None, None, None, 1.0), None, (), True, None, step,
+        lambda: (None, None, None, 1.0), (), True, None, step,
     )  # fmt: skip
     return step_event(reading, HostClock(), sync, rank=0, wire_ratio=1.0, **{"synchronised": False, **named})
 
@@ -92,7 +91,7 @@ def test_the_calls_of_a_slow_step_are_recorded_alone_and_at_most_once_a_second(t
         recorder.add(
             StepReading(
                 now_s, round(now_s / 0.045), 1, 8, None, None, 0.0, marks, PHASES, lambda: (None, None, None, 1.0),
-                None, (), True, None, step_of((0, "all_gather", 1, [(1, 5)], True)),
+                (), True, None, step_of((0, "all_gather", 1, [(1, 5)], True)),
             )
         )  # fmt: skip
     recorder.process()

@@ -30,9 +30,8 @@ from trainer.telemetry.clocks import CudaClock, HostClock
 from trainer.telemetry.collectives.collective_meter import CollectiveMeter
 from trainer.telemetry.collectives.group_names import NamedGroup
 from trainer.telemetry.collectives.readings import Call
-from trainer.telemetry.comm_hook import factor
-from trainer.telemetry.ddp_log import SyncTimes, sync_times
-from trainer.telemetry.step_events import StepReading, merge, step_event
+from trainer.telemetry.comm_hook import Buckets, factor
+from trainer.telemetry.step_events import StepReading, SyncTimes, merge, step_event
 from trainer.telemetry.step_meter import StepMeter
 from trainer.telemetry.step_recorder import StepRecorder
 
@@ -40,58 +39,6 @@ CPU = torch.device("cpu")
 
 
 # ------------------------------------------------------------------------------------------------- pure parts
-
-LOG = {
-    "iteration": 7,
-    "backward_compute_time_start": 1_000_000,
-    "backward_compute_time_end": 5_000_000,
-    "backward_comm_time_start": 3_000_000,
-    "backward_comm_time_end": 9_000_000,
-    "bucket_sizes": "3000",
-    "rebuilt_bucket_sizes": "1000, 2000",
-}
-LAYOUT = "1000, 2000"
-
-
-def test_sync_times_come_from_the_stamps_of_this_iteration() -> None:
-    times = sync_times(LOG, after=6, layout=LAYOUT)
-    assert times is not None
-    assert (times.sync_ms, times.exposed_ms, times.bucket_bytes, times.stable) == (6.0, 4.0, (1000, 2000), True)
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"iteration": 6}, "no synchronisation since the last read"),
-        ({"backward_compute_time_start": 6_000_000}, "a forward without backward leaves the other stamps old"),
-        ({"backward_comm_time_end": 4_000_000}, "reduced before the last bucket was ready"),
-        ({"backward_comm_time_end": None}, "a stamp is missing"),
-    ],
-)
-def test_stamps_that_are_not_of_one_synchronisation_are_no_value(change: dict[str, Any], why: str) -> None:
-    data = {name: value for name, value in (LOG | change).items() if value is not None}
-    assert sync_times(data, after=6, layout=LAYOUT) is None, why
-
-
-@pytest.mark.parametrize(
-    ("change", "layout"),
-    [
-        ({"iteration": 2, "rebuilt_bucket_sizes": None}, None),
-        ({"iteration": 3}, None),
-        ({}, "3000"),
-    ],
-    ids=["warm-up", "buckets were rebuilt late", "buckets changed"],
-)
-def test_warm_up_and_the_rebuild_of_buckets_are_not_stable(change: dict[str, Any], layout: str | None) -> None:
-    times = sync_times(LOG | change, after=0, layout=layout)
-    assert times is not None
-    assert not times.stable
-
-
-def test_launching_after_the_last_bucket_is_ready_exposes_everything() -> None:
-    times = sync_times(LOG | {"backward_comm_time_start": 5_500_000}, after=6, layout=LAYOUT)
-    assert times is not None
-    assert (times.sync_ms, times.exposed_ms) == (3.5, 4.0)
 
 
 def _step(step: int, **fields: Any) -> Step:
@@ -151,7 +98,7 @@ def _reading(step: int, **fields: Any) -> StepReading:
     base: dict[str, Any] = {
         "time": float(step), "step": step, "epoch": 1, "samples": 8, "tokens": None, "lr": None, "gc_ms": 0.0,
         "marks": [(0.0, 0.0), (0.001, 0.0)], "phases": [], "numbers": lambda: (None, None, None, 1.0),
-        "log": None, "syncs": (), "warm": True,
+        "syncs": (), "warm": True,
     }  # fmt: skip
     return StepReading(**(base | fields))
 
@@ -233,8 +180,9 @@ def test_steps_before_the_first_measured_synchronisation_share_no_event_with_lat
     writer = EventWriter(tmp_path / "0.ndjson")
     recorder = StepRecorder(HostClock(), writer, rank=0, synchronised=True)
     for step in range(1, 9):
-        log = SyncTimes(sync_ms=0.3, exposed_ms=0.2, bucket_bytes=None, stable=step > 3)
-        recorder.add(_reading(step, time=1000 + step * 0.001, log=log, phases=["forward", "backward"],
+        sync = Buckets(detailed=False, ready=[(0.0018, 0.0)], sizes=[4], end=(0.002, 0.0))
+        recorder.add(_reading(step, time=1000 + step * 0.001, syncs=[sync], warm=step > 3,
+                              phases=["forward", "backward"],
                               marks=[(ms / 1e3, 0.0) for ms in (0, 1, 2, 3)]))  # fmt: skip
     recorder.process()
     recorder.flush()

@@ -336,7 +336,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         "none"
     )
     sync_detail_every: Annotated[
-        int, _sync("measure each bucket and the local gradient norm every N steps; 0: never", ge=0)
+        int, _sync("measure each bucket and the local gradient norm every N steps; 0: measure no synchronisation", ge=0)
     ] = 32
     desync_every: Annotated[
         int, _sync("compare parameters across ranks every N steps, and at the end; 0: only at the end", ge=0)

@@ -181,7 +181,7 @@ class BucketHook:
         except RuntimeError:
             if inner is not None:
                 raise
-            self.fault = "the model has a comm hook already: buckets and the local gradient norm are not measured"
+            self.fault = "the model has a comm hook already: gradient synchronisation is not measured"
 
     def measure(self, *, detailed: bool = False) -> None:
         """Measure the next synchronisations, with each bucket's end and norm if detailed."""
@@ -191,11 +191,10 @@ class BucketHook:
     def stop_measuring(self) -> None:
         self._measuring = self._detailed = False
 
-    def give_way(self, inner: CommHook, state: object) -> None:
-        """Stop measuring, and let a comm hook that the model gets later do the averaging."""
-        self.stop_measuring()
-        self._hook = lambda _, bucket: inner(state, bucket)
-        self.fault = "the model now has another comm hook: buckets are no longer measured"
+    def average_by(self, inner: CommHook, state: object) -> None:
+        """Let a comm hook that the model gets later do the averaging."""
+        self._inner = lambda _, bucket: inner(state, bucket)
+        self._hook = self._wrap_inner
 
     def take(self) -> Sequence[Buckets]:
         """Return the synchronisations since the last call; empty unless all are complete."""
@@ -399,3 +398,13 @@ def _first(future: torch.futures.Future[Any]) -> Tensor:
     """Return the result of a collective, which is a list of one tensor, or of a comm hook."""
     value: Tensor | list[Tensor] = future.value()
     return value[0] if isinstance(value, list) else value
+
+
+def ddp_of(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the DDP wrapper of a model, also inside a compiled one; None without one."""
+    while not isinstance(model, DistributedDataParallel):
+        inner = getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return None
+        model = inner
+    return model

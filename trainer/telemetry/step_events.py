@@ -12,7 +12,6 @@ from trainer.telemetry.clocks import Clock, Mark
 from trainer.telemetry.collectives.collective_times import CollectiveTimes, collective_times, merged
 from trainer.telemetry.collectives.readings import StepCollectives
 from trainer.telemetry.comm_hook import Buckets
-from trainer.telemetry.ddp_log import SyncTimes
 
 Phase = Literal["data", "h2d", "forward", "backward", "optimizer", "other", "excluded"]
 """Phase of a step; ``other`` is outside of torch, ``excluded`` counts to nothing."""
@@ -24,6 +23,21 @@ MEANS_MS = (
     "step_ms", "data_ms", "h2d_ms", "forward_ms", "backward_ms", "optimizer_ms", "other_ms", "gc_ms", "sync_ms",
     "sync_exposed_ms",
 )  # fmt: skip
+
+
+class SyncTimes(NamedTuple):
+    """Gradient synchronisation of one step on this rank."""
+
+    sync_ms: float
+    """First bucket launched to all reduced."""
+    exposed_ms: float
+    """Last bucket ready to all reduced."""
+    bucket_bytes: tuple[int, ...]
+    stable: bool
+    """Whether the warm-up is over, and the buckets are those of the step before."""
+    bucket_ms: Sequence[float] | None = None
+    """Only on detailed steps."""
+    unsent_bytes: int = 0
 
 
 class StepReading(NamedTuple):
@@ -44,8 +58,6 @@ class StepReading(NamedTuple):
     numbers: Callable[[], Sequence[float | None]]
     """Return loss, gradient norm, on detailed steps the local gradient norm, and the gradients' scale, once the marks
     are ready."""
-    log: SyncTimes | None
-    """Synchronisation of the step by DDP's logger."""
     syncs: Sequence[Buckets]
     """Synchronisations measured by the comm hook: one, or one per backward pass."""
     warm: bool
@@ -73,14 +85,11 @@ def synchronisation(reading: StepReading, clock: Clock, layout: Sequence[int]) -
 
     ``layout`` are the bucket sizes of the step before.
     """
-    log, syncs = reading.log, reading.syncs
-    sizes = tuple([size for buckets in syncs for size in buckets.sizes])
-    detailed = bool(syncs) and syncs[0].detailed
-    bucket_ms = [ms for buckets in syncs for ms in buckets.bucket_ms(clock)] if detailed else None
-    if log is not None:
-        return log._replace(bucket_bytes=sizes or log.bucket_bytes, bucket_ms=bucket_ms)
+    syncs = reading.syncs
     if not syncs:
         return None
+    sizes = tuple([size for buckets in syncs for size in buckets.sizes])
+    bucket_ms = [ms for buckets in syncs for ms in buckets.bucket_ms(clock)] if syncs[0].detailed else None
     sync_ms = sum([buckets.sync_ms(clock) for buckets in syncs])
     exposed_ms = sum([buckets.exposed_ms(clock) for buckets in syncs])
     stable = reading.warm and sizes == tuple(layout)
@@ -155,11 +164,10 @@ def step_event(
     )
     if sync is not None and sync.stable:
         event.sync_ms, event.sync_exposed_ms = rounded(sync.sync_ms), rounded(sync.exposed_ms)
-        if sync.bucket_bytes:
-            event.sync_buckets = len(sync.bucket_bytes)
-            event.sync_bytes = (
-                None if wire_ratio is None else int((sum(sync.bucket_bytes) - sync.unsent_bytes) * wire_ratio)
-            )
+        event.sync_buckets = len(sync.bucket_bytes)
+        event.sync_bytes = (
+            None if wire_ratio is None else int((sum(sync.bucket_bytes) - sync.unsent_bytes) * wire_ratio)
+        )
         if sync.bucket_ms is not None:
             event.bucket_ms = [round(value, 4) for value in sync.bucket_ms]
     if times is not None:

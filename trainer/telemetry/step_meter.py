@@ -24,8 +24,7 @@ from trainer.host.boot import ClockSet
 from trainer.host.cores import core_waits
 from trainer.telemetry.clocks import Clock, CudaClock, HostClock, Mark, Scalar
 from trainer.telemetry.collectives.collective_meter import CollectiveMeter
-from trainer.telemetry.comm_hook import BucketHook, Buckets, CommHook, HookRelay
-from trainer.telemetry.ddp_log import DdpLog, ddp_of, total
+from trainer.telemetry.comm_hook import BucketHook, Buckets, CommHook, HookRelay, ddp_of
 from trainer.telemetry.long_wait import NEXT_PHASE, LongWait
 from trainer.telemetry.step_events import WARM_UP, Phase, StepReading
 from trainer.telemetry.step_recorder import StepRecorder
@@ -42,8 +41,8 @@ class StepMeter:
         device: Of this rank.
         writer: If not enabled, every call does nothing.
         rank: In the events.
-        detail_every: Measure each bucket and the local gradient norm every so many steps; 0 installs no comm hook.
-            On a GPU only the comm hook measures synchronisation, so with 0 it is absent there.
+        detail_every: Measure each bucket and the local gradient norm every so many steps; 0 installs no comm hook, so
+            that synchronisation is not measured.
         now: Unix seconds, for the time of events.
         clock: Seconds, for durations on the host.
         comm_hook: State and function of a comm hook to register, also when nothing is measured; None for DDP's own
@@ -79,7 +78,6 @@ class StepMeter:
         self._detail_every = detail_every
         self._collectives: CollectiveMeter | None = None
         self._hooks: list[BucketHook] = []
-        self._logs: list[DdpLog] = []
         ddp = None if model is None else ddp_of(model)
         synchronised = ddp is not None and dist.get_world_size(ddp.process_group) > 1
         if ddp is not None and comm_hook is not None and not (self._enabled and synchronised):
@@ -105,10 +103,6 @@ class StepMeter:
         self._recorder = StepRecorder(
             self._clock, writer, rank=rank, synchronised=synchronised, wire_ratio=wire_ratio, keeps=keeps_steps
         )
-        # On CPU ranks BucketHook measures all; without it, or around an inner hook, DDP's logger does.
-        measures_all = bool(self._hooks) and self._hooks[0].fault is None and comm_hook is None
-        if ddp is not None and synchronised and not on_gpu and not measures_all:
-            self._logs.append(DdpLog(ddp))
         self._reported_faults: set[str] = set()
         self._faults_lock = threading.Lock()
         self._count = 0
@@ -141,12 +135,10 @@ class StepMeter:
         if not self._enabled or dist.get_world_size(ddp.process_group) == 1:
             return None
         self._recorder.synchronised = True
-        hook = None
-        if relay is not None or not own_hook:
-            hook = BucketHook(ddp, self._clock, waits=isinstance(self._clock, HostClock), relay=relay)
-            self._hooks.append(hook)
-        if isinstance(self._clock, HostClock) and (hook is None or hook.fault is not None):
-            self.read_log(ddp)
+        if relay is None and own_hook:
+            return None
+        hook = BucketHook(ddp, self._clock, waits=isinstance(self._clock, HostClock), relay=relay)
+        self._hooks.append(hook)
         self._measure_sync()
         self._report_faults()
         return hook
@@ -158,10 +150,6 @@ class StepMeter:
             self._collectives = self._long_wait.collectives = collectives
             collectives.attach(self._clock, in_backward)
             collectives.begin_step(self._phases)
-
-    def read_log(self, ddp: DistributedDataParallel) -> None:
-        """Read a model's synchronisation from DDP's logger from here on; on CPU ranks only."""
-        self._logs.append(DdpLog(ddp))
 
     def start(self) -> None:
         """Start a step: before the first one, and after a validation or a checkpoint; ``end`` starts the next one."""
@@ -199,7 +187,6 @@ class StepMeter:
         """
         if not self._enabled:
             return
-        log = total([log.read() for log in self._logs]) if self._logs else None
         syncs = self._take()
         # After a first synchronisation the gradient is no longer this rank's alone.
         self.local_norm = syncs[0].norm() if len(syncs) == 1 else None
@@ -220,7 +207,6 @@ class StepMeter:
                 self._marks,
                 self._phases,
                 numbers,
-                log,
                 syncs,
                 self._count >= WARM_UP,
                 self._clock_set.ms(),
@@ -247,8 +233,6 @@ class StepMeter:
         """Drop the step, because its optimizer step was left out, and start the next one."""
         if not self._enabled:
             return
-        for log in self._logs:
-            log.read()
         for buckets in self._take():
             self._clock.release(buckets.marks())
         self._measure_sync()
@@ -334,14 +318,8 @@ class StepMeter:
 
         All ranks count steps alike, so buckets are measured at the same steps everywhere.
         """
-        if not self._hooks:
-            return
-        detailed = self._detailed()
         for hook in self._hooks:
-            if detailed or not self._logs:
-                hook.measure(detailed=detailed)
-            else:
-                hook.stop_measuring()
+            hook.measure(detailed=self._detailed())
 
     def _detailed(self) -> bool:
         every, count = self._detail_every, self._count
@@ -372,9 +350,8 @@ class StepMeter:
             self._gc_s += self._host_clock() - self._gc_started
 
     def _report_faults(self) -> None:
-        sources: list[StepRecorder | DdpLog | BucketHook | CollectiveMeter] = [
+        sources: list[StepRecorder | BucketHook | CollectiveMeter] = [
             self._recorder,
-            *self._logs,
             *self._hooks,
         ]
         if self._collectives is not None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from trainer.contract.record import EventWriter, Finding
 from trainer.distributed.host_copies import HostCopy, begin_copy, host_copies
 from trainer.telemetry.clocks import Scalar
-from trainer.telemetry.ddp_log import ddp_of
+from trainer.telemetry.comm_hook import ddp_of
 from trainer.telemetry.desync import ReplicatedTensors
 from trainer.telemetry.own_metrics import OWN
 from trainer.telemetry.step_meter import Phase, StepMeter

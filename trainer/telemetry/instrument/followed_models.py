@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary, ref
 
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.telemetry.collectives.collective_meter import uncounted
 from trainer.telemetry.comm_hook import BucketHook, CommHook, HookRelay
 from trainer.telemetry.step_tracker import StepTracker
 
@@ -23,7 +22,7 @@ class FollowedModels:
         self._newest: Callable[[], DistributedDataParallel | None] = lambda: None
         """Reference to the model that was followed last."""
         self._relays: WeakKeyDictionary[DistributedDataParallel, HookRelay] = WeakKeyDictionary()
-        """Models on a GPU with a comm hook of their own."""
+        """Models with a comm hook of their own."""
         self._registering = False
 
     def register_comm_hook(
@@ -34,7 +33,6 @@ class FollowedModels:
         hook: CommHook,
         *,
         on: bool,
-        tracker: StepTracker | None,
     ) -> None:
         """Register a comm hook of the script, as ``register`` would, with a measuring hook around it if ``on``."""
         measuring_hook = self._models.get(model)
@@ -45,18 +43,13 @@ class FollowedModels:
             check: Any = model._check_comm_hook
             check(hook)
             hooks.append((hook, state))
-            measuring_hook.give_way(hook, state)
-            if tracker is not None and model.device_type == "cpu":
-                tracker.meter.read_log(model)
-        elif on and model.device_type != "cpu":
+            measuring_hook.average_by(hook, state)
+        elif on:
             relay = HookRelay(hook)
             # With the name and the annotations of the script's hook, which DDP checks.
             register(model, state, functools.wraps(hook)(lambda state, bucket: relay(state, bucket)))
             hooks[-1] = (hook, state)
             self._relays[model] = relay
-        elif on:
-            register(model, state, functools.wraps(hook)(uncounted(hook)))
-            hooks[-1] = (hook, state)
         else:
             register(model, state, hook)
 
@@ -66,8 +59,8 @@ class FollowedModels:
             return
         relay = self._relays.get(model)
         hooks: list[Any] = model._comm_hooks
-        # In these modes DDP does not reduce by a comm hook, or averages over the ranks that still have data.
-        special = model._use_python_reducer or model._delay_all_reduce_all_params or model._join_config.enable
+        # In these modes DDP does not reduce by a comm hook.
+        special = model._use_python_reducer or model._delay_all_reduce_all_params
         own_hooks = len(hooks)
         self._registering = True
         try:

@@ -398,7 +398,7 @@ class Recording:
         self, register: Callable[..., None], model: DistributedDataParallel, state: object, hook: CommHook
     ) -> None:
         """Register a comm hook of the script, as ``register`` would, with a measuring hook around it."""
-        self._models.register_comm_hook(register, model, state, hook, on=self.on, tracker=self._tracker)
+        self._models.register_comm_hook(register, model, state, hook, on=self.on)
 
     # ------------------------------------------------------------------------------------------ steps
 
