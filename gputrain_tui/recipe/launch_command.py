@@ -202,6 +202,8 @@ def _program(argv: list[str]) -> tuple[str, str | None, list[str]]:
         return launcher, str(path.with_name("python")) if python else None, _after_launch(launcher, rest)
     if name.endswith(("sh", "bash", ".slurm", ".sbatch")):
         advice = "a shell script may do anything: give init the line in it that starts torchrun or python"
+    elif path.suffix == ".toml" and rest:
+        advice = f"the recipe is written there by --output {quoted(str(path))}, before the command"
     else:
         advice = (
             f"use {KNOWN}{nearest(name, LAUNCHERS)}; where MPI, a container, a profiler or a remote shell starts the "

@@ -293,6 +293,7 @@ REFUSED = [
     ("mpirun -np 4 python train.py", "'mpirun' is not a known launcher: .*where MPI"),
     ("bash train.sh", "a shell script may do anything: give init the line in it"),
     ("./scripts/run_ddp.sh 8", "a shell script may do anything: give init the line in it"),
+    ("my.toml torchrun train.py", "'my.toml' is not a known launcher: .* by --output 'my.toml', before the command"),
     ("yolo detect train data=coco8.yaml device=0,1", "'yolo' is not a known launcher"),
     ("ray job submit -- python train.py", "'ray' is not a known launcher"),
     ("./train.sbatch", "give init the line in it"),
