@@ -465,6 +465,10 @@ def test_messages_about_a_lost_peer_are_recognised_and_put_into_words(message: s
             "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, Timeout(ms)=600000) ran for 600012 ms",
             "another rank did not answer within 600 s",
         ),
+        ("NCCL operation timed out", "another rank did not answer in time"),
+        ("timeout - timeout watchdog detected operation timeout", "another rank did not answer in time"),
+        ("error - timeout watchdog detected operation error", "the connection to another rank was lost"),
+        ("timeout - collective operation timed out", "another rank did not answer in time"),
         ("DistStoreError: wait timeout after 2500ms, keys: /a", "another rank did not answer within 2.5 s"),
         (
             "[enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. 16 vs 8",

@@ -120,14 +120,16 @@ def test_every_backend_over_nccl_is_nccl(backend: str, expected: bool) -> None:
 @pytest.mark.skipif(
     not hasattr(torch._C._distributed_c10d, "FlightRecorderHook"), reason="this torch has no hook that records"
 )
-@pytest.mark.parametrize(("backend", "attached"), [("fake", True), ("gloo", False)])
-def test_a_group_whose_backend_records_nothing_gets_torchs_recorder(backend: str, attached: bool) -> None:
-    if backend == "fake":
-        pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+@pytest.mark.parametrize(("backend", "records"), [("own", False), ("gloo", True)])
+def test_a_group_whose_backend_records_nothing_gets_torchs_recorder(backend: str, records: bool) -> None:
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    if not hasattr(dist.Backend, "OWN"):
+        dist.Backend.register_backend("own", fake._create_fake_pg, extended_api=True, devices=["cpu"])
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    torch_attaches = hasattr(dist.distributed_c10d._world, "pg_flight_recorder_hooks")
     try:
         before = len(flight_recorder.last_collectives())  # of earlier groups of this process
-        assert flight_recorder.attach(dist.group.WORLD) == attached
+        assert flight_recorder.attach(dist.group.WORLD) == (not records and not torch_attaches)
         flight_recorder.attach_all()  # once is enough
         dist.all_reduce(torch.ones(3, 5))
         last = flight_recorder.last_collectives()

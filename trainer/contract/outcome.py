@@ -171,19 +171,21 @@ _LOST_PEER = re.compile(
     # Aborts: gloo's when ranks reduce tensors of unequal size, NCCL's when a collective does not end.
     r"gloo/transport/tcp/(pair|buffer|unbound_buffer)\.cc:\d+\] op\.|"
     r"watchdog got stuck|heartbeat monitor timed out|flight recorder dump signal|"
-    r"dump debug info, due to collective timeout",
+    r"dump debug info, due to collective timeout|(nccl|collective) operation timed out|"
+    r"watchdog detected operation (timeout|error)|aborting the nccl communicator",
     re.IGNORECASE,
 )
 
 
 _LIBRARY = re.compile(
     r"gloo|nccl|processgroup|c10d|tcpstore|\.(?:cc|cpp):\d+|dist(?:store|network|backend)error|recvvalue|sendbytes|"
-    r"connectfullmesh|timed out waiting \d+ms|connection closed by peer \[|heartbeat monitor|watchdog|flight recorder",
+    r"connectfullmesh|timed out waiting \d+ms|connection closed by peer \[|heartbeat monitor|watchdog|flight recorder|"
+    r"collective operation timed out",
     re.IGNORECASE,
 )
 _TIMED_OUT = re.compile(
     r"timed out waiting (\d+)ms|wait timeout after (\d+)ms|collective operation timeout(?:.*?Timeout\(ms\)=(\d+))?|"
-    r"wait timeout|timed out|got stuck|due to collective timeout",
+    r"wait timeout|timed out|got stuck|due to collective timeout|detected operation timeout",
     re.IGNORECASE,
 )
 

@@ -29,10 +29,11 @@ OLD_NAMES = {
 RENAMED_IN = (2, 10)
 """First version of torch that warns about the old names."""
 RECORDING = frozenset(("ProcessGroupNCCL", "ProcessGroupGloo"))
-"""Backends that record by themselves; ``nccl2`` and ``nccl-lazy`` of torch 2.14 do not, nor does ``nccl`` there with
-``TORCH_DIST_USE_NCCL2=1``."""
+"""Backends that record by themselves; ``ProcessGroupNCCL2``, which ``nccl`` means from torch 2.15 on, and in 2.14 with
+``TORCH_DIST_USE_NCCL2=1``, does not."""
 HOOKED = "c10d:"
-"""Beginning of the names of collectives that torch's hook has recorded, in place of the backend's."""
+"""Beginning of the names of collectives that the hook of torch 2.14 has recorded, in place of the backend's."""
+GLOO = "gloo"
 LAST = 3
 """Collectives that are described, and that an answer to a request for stacks has."""
 
@@ -67,11 +68,12 @@ def prepare(file: Path, rank: int, environ: MutableMapping[str, str] = os.enviro
 def attach(group: dist.ProcessGroup | None) -> bool:
     """Record the collectives of a group whose backend does not; return whether that was needed and is possible.
 
-    Newer torch than 2.14 attaches the same hook by itself when it makes such a group.
+    torch from 2.15 on attaches the same hook by itself when it makes such a group.
     """
     hook = getattr(torch._C._distributed_c10d, "FlightRecorderHook", None)
-    attached = getattr(dist.distributed_c10d._world, "pg_flight_recorder_hooks", {})
-    if hook is None or group is None or group in attached or group in _hooks or _backends(group) <= RECORDING:
+    if hook is None or hasattr(dist.distributed_c10d._world, "pg_flight_recorder_hooks"):
+        return False
+    if group is None or group in _hooks or {type(each).__name__ for each in _backends(group)} <= RECORDING:
         return False
     _hooks[group] = hook.attach(group)
     return True
@@ -84,11 +86,11 @@ def attach_all() -> None:
             attach(group)
 
 
-def _backends(group: Any) -> set[str]:
-    """Return the classes of a group's backends, which its name does not tell: ``nccl`` may be either of two."""
+def _backends(group: Any) -> list[Any]:
+    """Return a group's backends, of which its name does not tell the classes: ``nccl`` may be either of two."""
     backends = (group._get_backend(device) for device in group._device_types)
     # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps them.
-    return {type(getattr(backend, "wrapped_pg", backend)).__name__ for backend in backends}
+    return [getattr(backend, "wrapped_pg", backend) for backend in backends]
 
 
 def dump() -> str:
@@ -168,7 +170,11 @@ def _collective(entry: Mapping[str, Any], status: Mapping[str, Any]) -> Collecti
 
 def _recorded() -> bytes:
     module: Any = torch._C._distributed_c10d
+    backends = _backends(dist.group.WORLD)
     # Older versions have the function for NCCL only; other backends, and torch's hook, have a record of their own.
-    nccl = "ProcessGroupNCCL" in _backends(dist.group.WORLD) and hasattr(module, "_dump_nccl_trace_json")
-    dump_json: Callable[..., bytes] = module._dump_nccl_trace_json if nccl else module._dump_fr_trace_json
-    return bytes(dump_json())
+    if "ProcessGroupNCCL" in [type(each).__name__ for each in backends] and hasattr(module, "_dump_nccl_trace_json"):
+        return bytes(module._dump_nccl_trace_json())
+    dump_json: Callable[..., bytes] = module._dump_fr_trace_json
+    # From torch 2.15 on each backend has its own; of a group with several, that of the GPUs.
+    names = sorted((each.name() for each in backends), key=GLOO.__eq__) if "backend" in str(dump_json.__doc__) else []
+    return bytes(dump_json(backend=names[0]) if names else dump_json())
