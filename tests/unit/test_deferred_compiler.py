@@ -129,7 +129,9 @@ LIKE_OTHERS = (
 FORKING = """
 import gc, json, os, sys, traceback
 import trainer.agent.preload_torch
-import sympy, torch.distributed.fsdp  # half of what the compiler imports in each case, and nothing of it
+import sympy, torch  # half of what the compiler imports in each case, and nothing of it
+if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):  # in torch 2.6 it imports the compiler
+    import torch.distributed.fsdp
 assert "torch._dynamo" not in sys.modules
 gc.disable()
 for name, code in json.load(sys.stdin).items():
