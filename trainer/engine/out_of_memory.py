@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.contract.errors import TrainingError
-from trainer.data.loader import MicroBatch
+from trainer.data.loader import MicroBatch, map_values
 
 
 class OutOfMemoryError(TrainingError):
@@ -62,10 +62,7 @@ def part_of(micro: MicroBatch, low: int, high: int) -> MicroBatch:
 def _sliced(batch: Any, low: int, high: int) -> Any:
     if isinstance(batch, Tensor):
         return batch[low:high]
-    if isinstance(batch, dict):
-        return {key: _sliced(value, low, high) for key, value in batch.items()}
-    values = [_sliced(value, low, high) for value in batch]
-    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+    return map_values(lambda value: _sliced(value, low, high), batch)
 
 
 def _leaves(batch: Any) -> Iterator[Any]:
