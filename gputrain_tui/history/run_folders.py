@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import time
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -15,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from gputrain_tui import paths
+from gputrain_tui.history.recorded_recipe import recorded_table
 from gputrain_tui.history.status_file import (
     RunStateName,
     Status,
@@ -27,7 +27,6 @@ from gputrain_tui.history.status_file import (
 from gputrain_tui.plan.planner import Plan
 from trainer.contract.errors import RecordError, RequestError, nearest, quoted
 from trainer.contract.record import RunDir, write_atomically
-from trainer.contract.record.regular_file import read_whole
 from trainer.host.process_identity import identify
 
 ARCHIVES = (".tar.gz", ".tgz")
@@ -323,17 +322,13 @@ def find(wanted: str, root: Path | None = None) -> Run:
 
 def parent_of(run: Run) -> Run | None:
     """Return the run of the checkpoint that ``run`` resumed by its recipe; None if it resumed none, or that is gone."""
+    checkpoint = Path(str(recorded_table(run.dir, "train").get("resume", "")))
+    folder = checkpoint if checkpoint.name == "checkpoints" else checkpoint.parent
+    if folder.name != "checkpoints" or folder.parent == run.dir.path:
+        return None
     try:
-        recipe = tomllib.loads(read_whole(run.dir.recipe).decode())
-        resumed = recipe.get("train", {}).get("resume")
-        if not isinstance(resumed, str) or not resumed:
-            return None
-        checkpoint = Path(resumed)
-        folder = checkpoint if checkpoint.name == "checkpoints" else checkpoint.parent
-        if folder.name != "checkpoints" or folder.parent == run.dir.path:
-            return None
         return open_run(folder.parent)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError):
         return None
 
 
