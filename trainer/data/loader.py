@@ -222,6 +222,17 @@ def map_values(function: Callable[[Any], Any], batch: Any) -> Any:
     return batch
 
 
+def leaves(batch: Any) -> Iterator[Any]:
+    """Yield what is in a batch's dicts, lists and tuples."""
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        for value in batch:
+            yield from leaves(value)
+    else:
+        yield batch
+
+
 def start_worker(rank_pid: int, worker: int) -> None:
     """Initialize a worker: it dies with its rank, and ignores the signals that the rank handles."""
     die_with_parent_process()
