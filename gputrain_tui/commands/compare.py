@@ -22,7 +22,7 @@ from gputrain_tui.report.load_report import read_run_record, recipe_differences,
 from gputrain_tui.report.run_comparison import Limit, RecordedRun, RunComparison, compare
 from gputrain_tui.report.run_report import run_report
 from gputrain_tui.report.step_blocks import StepBlocks, without_core_waits
-from gputrain_tui.state.non_finite_loss import nan_since
+from gputrain_tui.state.finding_text import nan_since
 from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.record import Step
 
