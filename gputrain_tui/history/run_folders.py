@@ -291,14 +291,13 @@ def find(wanted: str, root: Path | None = None) -> Run:
     broken: UnreadableRun | None = None
     matches: list[Run] = []
     shown_matches = 4  # runs that a message names at most
+    enough = 1 if wanted == "last" else shown_matches + 1
     for run in fitting:
         if isinstance(run, UnreadableRun):
             broken = broken or run
-        elif wanted == "last":
-            return run
         else:
             matches.append(run)
-        if len(matches) > shown_matches:
+        if len(matches) == enough:
             break
     if len(matches) == 1:
         return matches[0]
@@ -308,16 +307,21 @@ def find(wanted: str, root: Path | None = None) -> Run:
         raise RequestError(f"{quoted(wanted)} matches {count} runs: {shown}{more}")
     if broken is not None:
         raise RequestError(f"run {broken.id} cannot be read: {broken.problem}")
+    raise RequestError(_no_run(wanted, folder))
+
+
+def _no_run(wanted: str, folder: Path) -> str:
+    """Return that there is no such run, and what may have been meant."""
     if os.path.isdir(wanted):  # noqa: PTH112 - of a name that is too long, a path's method raises
-        raise RequestError(f"no run is called {quoted(wanted)}; did you mean the folder {quoted(f'./{wanted}')}?")
+        return f"no run is called {quoted(wanted)}; did you mean the folder {quoted(f'./{wanted}')}?"
     recent = list_runs(folder)
     if not recent:
-        raise RequestError(f"there is no run in {folder} yet; start one with `gputrain run RECIPE`")
+        return f"there is no run in {folder} yet; start one with `gputrain run RECIPE`"
     of_recipe = [run.id for run in recent if run.status.recipe == wanted]
     if of_recipe:
-        raise RequestError(f"{quoted(wanted)} is a recipe; its newest run is {of_recipe[0]!r}")
+        return f"{quoted(wanted)} is a recipe; its newest run is {of_recipe[0]!r}"
     guess = nearest(wanted, [*(run.id for run in recent), "last"]) or f"; the last one is {recent[0].id!r}"
-    raise RequestError(f"no run is called {quoted(wanted)}{guess}")
+    return f"no run is called {quoted(wanted)}{guess}"
 
 
 def parent_of(run: Run) -> Run | None:
