@@ -22,7 +22,7 @@ from gputrain_tui.report.load_report import read_run_record, recipe_differences,
 from gputrain_tui.report.run_comparison import Limit, RecordedRun, RunComparison, compare
 from gputrain_tui.report.run_report import run_report
 from gputrain_tui.report.step_blocks import StepBlocks, without_core_waits
-from gputrain_tui.state.non_finite_loss import nan_since
+from gputrain_tui.state.finding_text import nan_since
 from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.record import Step
 
@@ -65,23 +65,21 @@ def run(args: Namespace) -> int:
     steps = [each.at for each in conditions if each.at is not None]
     if args.rounds is None:
         runs = [find_or_last_trained(name) for name in args.runs]
-        recorded = [_recorded(each) for each in runs]
-        recipe, unknown = _recipe_values(runs)
-        comparison = replace(compare(recorded, recipe=recipe, loss_steps=steps), recipe_unknown=unknown)
-        comparison = check_limits(comparison, recorded, conditions)
+    elif len(args.runs) == 2 and args.rounds >= MIN_ROUNDS:
+        runs = [run for pair in runs_in_turns(args.runs[0], args.runs[1], args.rounds) for run in pair]
     else:
-        if len(args.runs) != 2 or args.rounds < MIN_ROUNDS:
-            raise RequestError(
-                f"compare --rounds N: N is {MIN_ROUNDS} or more, with two names of recipes, the one to compare with "
-                "first"
-            )
-        before, now = args.runs
-        runs = [run for pair in runs_in_turns(before, now, args.rounds) for run in pair]
-        recorded = [_recorded(each) for each in runs]
+        raise RequestError(
+            f"compare --rounds N: N is {MIN_ROUNDS} or more, with two names of recipes, the one to compare with first"
+        )
+    recorded = [_recorded(each) for each in runs]
+    recipe, unknown = _recipe_values(runs)
+    if args.rounds is None:
+        comparison = check_limits(compare(recorded, recipe=recipe, loss_steps=steps), recorded, conditions)
+    else:
         rounds = list(zip(recorded[::2], recorded[1::2], strict=True))
-        recipe, unknown = _recipe_values(runs)
-        comparison = replace(compare_in_turns(rounds, recipe=recipe, loss_steps=steps), recipe_unknown=unknown)
-        comparison = check_limits_in_turns(comparison, rounds, conditions)
+        in_turns = compare_in_turns(rounds, recipe=recipe, loss_steps=steps)
+        comparison = check_limits_in_turns(in_turns, rounds, conditions)
+    comparison = replace(comparison, recipe_unknown=unknown)
     written = write_document(
         args,
         comparison,

@@ -111,7 +111,7 @@ def _foreground(prepared: Prepared, *, json: bool) -> int:
                 code = follow(supervisor)
             if code < 0 or code == ExitCode.REFUSED or not run_end.is_recorded(started.dir):
                 code = run_end.record_end(started.dir, prepared.plan, code, give_up=lambda: bool(stop_request.risen()))
-                foreground.read_rest(reader, state)
+                state.apply_all(reader.rest())
         if view is not None and (code not in foreground.REFUSALS or foreground.keeps_refused(started)):
             view.open()
         code = foreground.conclude(

@@ -146,14 +146,6 @@ def follow(
             view.erase()
 
 
-def read_rest(reader: RunReader, state: RunState) -> None:
-    """Read the rest of the record into the state."""
-    while True:
-        state.apply_all(reader.poll())
-        if not reader.backlog_bytes:
-            return
-
-
 def end_lease(supervisor: subprocess.Popen[bytes]) -> None:
     """End the lease of a supervisor, which then saves, stops every process of the run and exits."""
     if supervisor.stdin is not None:

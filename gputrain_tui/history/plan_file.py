@@ -39,7 +39,7 @@ _submission = msgspec.json.Decoder(SlurmSubmission)
 
 
 def read_submission(run: RunDir) -> SlurmSubmission | None:
-    """Read what ``sbatch`` was given; None where a run was not submitted, or by an earlier version."""
+    """Read what ``sbatch`` was given; None where a run was not submitted."""
     try:
         return read_json(run.submission, _submission)
     except RecordError:

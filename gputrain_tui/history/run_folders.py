@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import time
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
@@ -15,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from gputrain_tui import paths
+from gputrain_tui.history.recorded_recipe import recorded_table
 from gputrain_tui.history.status_file import (
     RunStateName,
     Status,
@@ -27,7 +27,6 @@ from gputrain_tui.history.status_file import (
 from gputrain_tui.plan.planner import Plan
 from trainer.contract.errors import RecordError, RequestError, nearest, quoted
 from trainer.contract.record import RunDir, write_atomically
-from trainer.contract.record.regular_file import read_whole
 from trainer.host.process_identity import identify
 
 ARCHIVES = (".tar.gz", ".tgz")
@@ -292,14 +291,13 @@ def find(wanted: str, root: Path | None = None) -> Run:
     broken: UnreadableRun | None = None
     matches: list[Run] = []
     shown_matches = 4  # runs that a message names at most
+    enough = 1 if wanted == "last" else shown_matches + 1
     for run in fitting:
         if isinstance(run, UnreadableRun):
             broken = broken or run
-        elif wanted == "last":
-            return run
         else:
             matches.append(run)
-        if len(matches) > shown_matches:
+        if len(matches) == enough:
             break
     if len(matches) == 1:
         return matches[0]
@@ -309,31 +307,32 @@ def find(wanted: str, root: Path | None = None) -> Run:
         raise RequestError(f"{quoted(wanted)} matches {count} runs: {shown}{more}")
     if broken is not None:
         raise RequestError(f"run {broken.id} cannot be read: {broken.problem}")
+    raise RequestError(_no_run(wanted, folder))
+
+
+def _no_run(wanted: str, folder: Path) -> str:
+    """Return that there is no such run, and what may have been meant."""
     if os.path.isdir(wanted):  # noqa: PTH112 - of a name that is too long, a path's method raises
-        raise RequestError(f"no run is called {quoted(wanted)}; did you mean the folder {quoted(f'./{wanted}')}?")
+        return f"no run is called {quoted(wanted)}; did you mean the folder {quoted(f'./{wanted}')}?"
     recent = list_runs(folder)
     if not recent:
-        raise RequestError(f"there is no run in {folder} yet; start one with `gputrain run RECIPE`")
+        return f"there is no run in {folder} yet; start one with `gputrain run RECIPE`"
     of_recipe = [run.id for run in recent if run.status.recipe == wanted]
     if of_recipe:
-        raise RequestError(f"{quoted(wanted)} is a recipe; its newest run is {of_recipe[0]!r}")
+        return f"{quoted(wanted)} is a recipe; its newest run is {of_recipe[0]!r}"
     guess = nearest(wanted, [*(run.id for run in recent), "last"]) or f"; the last one is {recent[0].id!r}"
-    raise RequestError(f"no run is called {quoted(wanted)}{guess}")
+    return f"no run is called {quoted(wanted)}{guess}"
 
 
 def parent_of(run: Run) -> Run | None:
     """Return the run of the checkpoint that ``run`` resumed by its recipe; None if it resumed none, or that is gone."""
+    checkpoint = Path(str(recorded_table(run.dir, "train").get("resume", "")))
+    folder = checkpoint if checkpoint.name == "checkpoints" else checkpoint.parent
+    if folder.name != "checkpoints" or folder.parent == run.dir.path:
+        return None
     try:
-        recipe = tomllib.loads(read_whole(run.dir.recipe).decode())
-        resumed = recipe.get("train", {}).get("resume")
-        if not isinstance(resumed, str) or not resumed:
-            return None
-        checkpoint = Path(resumed)
-        folder = checkpoint if checkpoint.name == "checkpoints" else checkpoint.parent
-        if folder.name != "checkpoints" or folder.parent == run.dir.path:
-            return None
         return open_run(folder.parent)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError):
         return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import attrgetter
 from typing import TypeVar
@@ -65,6 +65,12 @@ class RunReader:
             events += self._held
             self._held = []
         return events
+
+    def rest(self) -> Iterator[AnyEvent]:
+        """Yield the events up to the end of the record."""
+        yield from self.poll()
+        while self.backlog_bytes:
+            yield from self.poll()
 
     @property
     def backlog_bytes(self) -> int:

@@ -96,8 +96,7 @@ class LiveDiagnosis:
 
     def read_rest(self) -> RunState:
         """Read the rest of the record and return the final state; for a record that no longer grows."""
-        while events := self._reader.poll():
-            self.state.apply_all(events)
+        self.state.apply_all(self._reader.rest())
         return self.state
 
     def close(self) -> None:

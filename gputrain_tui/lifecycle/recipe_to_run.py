@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from gputrain_tui.history.recorded_recipe import recorded_table
 from gputrain_tui.history.run_folders import Run, find, open_run
 from gputrain_tui.lifecycle.remote_nodes import remote_node
 from gputrain_tui.lifecycle.run_checkpoints import (
@@ -18,7 +19,6 @@ from gputrain_tui.lifecycle.run_checkpoints import (
     describe_missing_checkpoint,
     evaluated_checkpoint,
     find_or_last_trained,
-    recorded_table,
     resumable_checkpoint,
     run_named_by,
 )

@@ -15,10 +15,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gputrain_tui import paths
+from gputrain_tui.history.recorded_recipe import recorded_table
 from gputrain_tui.history.status_file import Status, read_status
 from gputrain_tui.lifecycle.attempt_outcome import last_lines
 from gputrain_tui.lifecycle.finding_command import COMMAND_TIMEOUT_S, FindingCommand, describe_end
-from gputrain_tui.lifecycle.run_checkpoints import recorded_table
 from gputrain_tui.recipe.model import ReportOptions
 from gputrain_tui.state.finding_text import run_mark
 from trainer.contract.errors import printable

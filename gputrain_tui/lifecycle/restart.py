@@ -7,7 +7,8 @@ from typing import Literal
 import msgspec
 
 from gputrain_tui.diagnosis.restart_cause import class_of, code_line, place_of
-from gputrain_tui.lifecycle.run_checkpoints import recorded_table, resumable_checkpoint, run_named_by
+from gputrain_tui.history.recorded_recipe import recorded_table
+from gputrain_tui.lifecycle.run_checkpoints import resumable_checkpoint, run_named_by
 from gputrain_tui.plan.planner import INIT_FLAG, Plan, with_flag
 from gputrain_tui.recipe.model import ClusterOptions
 from trainer.contract.record import Failure, RunDir

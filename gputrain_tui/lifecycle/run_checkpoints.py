@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import shlex
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from gputrain_tui.history.recorded_recipe import recorded_table
 from gputrain_tui.history.run_folders import Run, find, newest_runs, open_run, parent_of
 from gputrain_tui.history.status_file import read_status
 from gputrain_tui.lifecycle.remote_nodes import remote_node
-from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.record import RunDir, checkpoint_to_resume, recorded_checkpoints
 from trainer.contract.record.checkpoints import BEST, is_dcp_folder, run_folders
-from trainer.contract.record.regular_file import read_whole
 
 
 def resumable_checkpoint(run_dir: RunDir) -> Path | None:
@@ -140,15 +137,6 @@ def runs_script(run_dir: RunDir) -> bool:
     """Whether the ranks of a run are a script's: its checkpoints are its own, and in no record."""
     train = recorded_table(run_dir, "train")
     return bool(train.get("script") or train.get("module"))
-
-
-def recorded_table(run_dir: RunDir, name: str) -> dict[str, Any]:
-    """Return a table of a run's recipe; an empty one if there is none, or the recipe cannot be read."""
-    try:
-        table = tomllib.loads(read_whole(run_dir.recipe, MAX_RECIPE_BYTES).decode("utf-8")).get(name)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return table if isinstance(table, dict) else {}
 
 
 def _named_file(path: Path) -> ChosenCheckpoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -14,7 +15,7 @@ CheckStatus = Literal["ok", "note", "warning", "error"]
 """An error keeps a run from starting; a warning and a note do not."""
 
 
-class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
+class CheckResult(msgspec.Struct, frozen=True):
     """The result of one check."""
 
     status: CheckStatus
@@ -55,19 +56,9 @@ class NotReadyError(RequestError):
         super().__init__(f"{self.errors[0].line}{more}")
 
 
-def ok(check: str, what: str, *, key: str = "", host: str = "") -> CheckResult:
-    """Return the result of a check that found nothing wrong."""
-    return CheckResult(status="ok", check=check, what=what, key=key, host=host)
-
-
-def warning(check: str, what: str, fix: str = "", *, key: str = "", host: str = "") -> CheckResult:
-    """Return a warning."""
-    return CheckResult(status="warning", check=check, what=what, fix=fix, key=key, host=host)
-
-
-def error(check: str, what: str, fix: str = "", *, key: str = "", host: str = "") -> CheckResult:
-    """Return an error."""
-    return CheckResult(status="error", check=check, what=what, fix=fix, key=key, host=host)
+ok = partial(CheckResult, "ok")
+warning = partial(CheckResult, "warning")
+error = partial(CheckResult, "error")
 
 
 def errors(results: Sequence[CheckResult]) -> tuple[CheckResult, ...]:

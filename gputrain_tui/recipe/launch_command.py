@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 
 from gputrain_tui.recipe.accelerate_launch import AccelerateLaunch
@@ -98,6 +98,13 @@ def read_launch_command(
             f"{command.script} starts ranks itself: if it does so under {name} too, each rank starts others; then give "
             f"init python {'-m ' if command.module else ''}{command.script}"
         )
+    command.notes += _flags_left_out(command, name, flags)
+    return command
+
+
+def _flags_left_out(command: LaunchCommand, name: str, flags: Mapping[str, str]) -> Iterator[str]:
+    """Yield a note for each flag that the launcher's reader has not taken."""
+    launcher = LAUNCHERS[name]
     known = launcher.flags if launcher.others else flags  # of other launchers the list is not complete
     for flag, value in flags.items():
         typed = command.typed_flags.get(flag, f"--{flag}")
@@ -105,8 +112,7 @@ def read_launch_command(
         if flag not in known:
             spelled = [f"--{each if name == 'deepspeed' else each.replace('_', '-')}" for each in launcher.flags]
             why = f"is left out: it is no option of {name} that gputrain knows{nearest(typed, spelled)}"
-        command.notes.append(f"{typed}{f' {value}' if value else ''} {why}")
-    return command
+        yield f"{typed}{f' {value}' if value else ''} {why}"
 
 
 def _one_rank(command: LaunchCommand) -> str:

@@ -122,30 +122,19 @@ def check_limits_in_turns(
 
 def _checked(condition: Condition, figures: Sequence[FigureComparison], index: int, rounds: Sequence[Pair]) -> Limit:
     """Check a condition on the figures' differences of this index, which are those of the rounds."""
-    before, now = rounds[-1]
-    run = now.report
+    run = rounds[-1][1].report
     if condition.name == "finding":
         return _finding_limit(condition, rounds)
     name = condition.name if condition.at is None else f"{condition.name}@{condition.at}"
     if condition.name in ENDING_LOSSES and (limit := _nan_limit(condition, rounds)) is not None:
         return limit
     found = next((each for each in figures if each.name == name), None)
-    difference = None if found is None else found.differences[index]
-    if found is None or difference is None or difference.change is None:
-        missing = before if difference is None or difference.before is None else now
-        lacking = [each for each in (before, now) if condition.at is not None and not each.blocks.has(condition.at)]
-        anew = [each for each in (before, now) if each.counts_anew and condition.name in STEP_LOSSES]
-        if anew:
-            missing = anew[0]
-            hint = ": its script was started again, and each start counts its steps from 1"
-        elif lacking:
-            missing = lacking[0]
-            hint = f", whose steps are {missing.blocks.first_step:,} to {missing.blocks.last_step:,}"
-        elif name in STEP_LOSSES and before.blocks.first_step != now.blocks.first_step:
-            hint = ": what a resumed run had seen before is not in its record"
-        else:
-            hint = "" if found is not None else nearest(name, [each.name for each in figures])
-        text = f"{name} is not known of {missing.report.id}{hint}"
+    if found is None:
+        text = _not_known(condition, name, rounds[-1], None, nearest(name, [each.name for each in figures]))
+        return Limit(condition=condition.text, run=run.id, exceeded=None, text=text)
+    difference = found.differences[index]
+    if difference.change is None:
+        text = _not_known(condition, name, rounds[-1], difference, "")
         return Limit(condition=condition.text, run=run.id, exceeded=None, text=text)
     if difference.interval is None and found.name in WITH_INTERVAL:
         text = f"{name}: too few steps for an interval ({MIN_VALUES} blocks after the warm-up are needed)"
@@ -160,6 +149,22 @@ def _checked(condition: Condition, figures: Sequence[FigureComparison], index: i
         return Limit(condition=condition.text, run=run.id, exceeded=False, text=f"{name} {shown}: within the limit")
     blamed = _largest_phase(figures, index) if name in ("step_ms", "throughput", "steps_per_s") else ""
     return Limit(condition=condition.text, run=run.id, exceeded=True, text=f"{name} {shown}{blamed}")
+
+
+def _not_known(condition: Condition, name: str, pair: Pair, difference: Difference | None, guess: str) -> str:
+    """Return of which run a figure is not known, and why, or else the ``guess`` at its name."""
+    before, now = pair
+    lacking = [each for each in pair if condition.at is not None and not each.blocks.has(condition.at)]
+    anew = [each for each in pair if each.counts_anew and condition.name in STEP_LOSSES]
+    missing, hint = before if difference is None or difference.before is None else now, guess
+    if anew:
+        missing, hint = anew[0], ": its script was started again, and each start counts its steps from 1"
+    elif lacking:
+        missing = lacking[0]
+        hint = f", whose steps are {missing.blocks.first_step:,} to {missing.blocks.last_step:,}"
+    elif name in STEP_LOSSES and before.blocks.first_step != now.blocks.first_step:
+        hint = ": what a resumed run had seen before is not in its record"
+    return f"{name} is not known of {missing.report.id}{hint}"
 
 
 def _nan_limit(condition: Condition, rounds: Sequence[Pair]) -> Limit | None:

@@ -224,7 +224,7 @@ def compare(
 
 
 def _versions(reports: Sequence[RunReport]) -> Iterator[DifferingValues]:
-    """Yield the versions that differ; nothing where a record of before versions were kept is among the runs."""
+    """Yield the versions that differ; nothing where a run has none on record."""
     of_runs: list[dict[str, str]] = []
     for report in reports:
         of_hosts: dict[str, list[str]] = {}

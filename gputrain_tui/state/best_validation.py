@@ -37,16 +37,9 @@ class RecordedValidations(deque[Validation]):
         self._metric, self._maximize = "loss", False
 
     def begin(self, plan: TrainingPlan) -> None:
-        """Take the criterion of a start, and the best validation before it, as the checkpoint that it resumes has it.
-
-        A record of earlier versions lacks that one, which is then the best of the attempts before up to that step.
-        """
-        before = self.best
+        """Take the criterion of a start, and the best validation before it, as the resumed checkpoint has it."""
         self._metric, self._maximize = plan.best_metric, plan.best_is_highest
-        if plan.best_value is not None:
-            self.best = self._of(plan.best_value, plan.best_step)
-        elif before is not None and (before.metric != plan.best_metric or before.step > plan.first_update):
-            self.best = None
+        self.best = None if plan.best_value is None else self._of(plan.best_value, plan.best_step)
 
     def add(self, event: Validation) -> None:
         """Add a validation or a test; only the former, which tests the weights as they are, can be the best."""

@@ -90,7 +90,7 @@ class RunState:
             record.Unheard: lambda event: setattr(self.rank(event.rank), "unheard", frozenset(event.ranks)),
             record.TrainingPlan: self._training_plan,
             record.ShareChange: lambda event: self.shares.add(event, self.ranks),
-            record.ModelFlops: lambda event: setattr(self.rank(event.rank or 0), "flops", event),
+            record.ModelFlops: lambda event: setattr(self.rank(event.rank), "flops", event),
             record.Step: self._step,
             DownsampledBlock: self._step,
             record.Doing: self._doing,

@@ -103,10 +103,7 @@ class Totals(NamedTuple):
                 forward, backward = event.forward_ms * n, (event.backward_ms or 0.0) * n
                 optimizer = (event.optimizer_ms or 0.0) * n
                 named_ms = data + forward + backward + optimizer + waited_ms
-                if event.other_ms is not None:
-                    other = event.other_ms * n
-                else:  # an older record: the rest is known where it cannot hide a synchronisation
-                    other = 0.0 if mean_wait_ms is None else max(covered_ms - named_ms, 0.0)
+                other = (event.other_ms or 0.0) * n
                 if named_ms + other >= MEASURED_SHARE * covered_ms:
                     whole_ms += named_ms + other
                     whole_steps += n
@@ -147,7 +144,7 @@ class Totals(NamedTuple):
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples per second of stepping; None where no step has any: earlier versions recorded 0 for unknown ones."""
+        """Samples per second of stepping; None where no step has any."""
         return 1000 * self.timed_samples / self.sample_ms if self.timed_samples and self.sample_ms > 0 else None
 
     @property

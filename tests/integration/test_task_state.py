@@ -15,7 +15,7 @@ from safetensors import safe_open
 from task_data import TEXT
 from trained import TrainingResult, train
 
-from trainer.checkpoint import load, write_file
+from trainer.checkpoint import load
 from trainer.engine.task_state import difference
 
 WORDS = {"0": ["dull", "flat", "poor"], "1": ["bright", "fine", "grand"]}
@@ -134,25 +134,6 @@ def test_labels_that_the_checkpoint_lacks_are_refused_unless_the_output_layer_is
     assert done.code == 0, done.output
     assert "not loaded: different shape: output.weight is [2, 200] instead of [3, 200]" in done.output
     assert messages(done, "task_state") == [state.replace(" the weights", " they")]
-
-
-def test_a_checkpoint_of_an_earlier_version_is_resumed_and_evaluated_with_a_line(docnn: Path) -> None:
-    state = load(docnn / "first" / "checkpoints" / "step_00000040.pt")
-    del state["task_state"], state["data"]["splits"]
-    state["entries"] = {
-        key: kind for key, kind in state["entries"].items() if not key.startswith(("task_state", "data['splits']"))
-    }
-    old = docnn / "old.pt"
-    write_file(old, state)
-    for name, flags in (
-        ("old resumed", ["--resume", old, "--max-updates", 41]),
-        ("old evaluated", ["--eval-only", old, "--eval-split", "valid"]),
-        ("old fine-tuned", ["--finetune-from", old, "--max-updates", 1]),
-    ):
-        done = classify(docnn, name, *flags)
-        assert done.code == 0, done.output
-        (line,) = messages(done, "task_state")
-        assert line.startswith(f"{old} does not hold the state of its task (an earlier version wrote it")
 
 
 def test_more_text_does_not_change_the_tokens_of_a_masked_language_model(tmp_path: Path) -> None:

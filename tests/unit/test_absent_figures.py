@@ -61,7 +61,7 @@ def faces(state: RunState) -> list[str]:
     return [*shown, "\n".join(paint(pieces, colour=False) for pieces in closing)]
 
 
-@pytest.mark.parametrize("unknown", [None, 0], ids=["not counted", "a record of an earlier version"])
+@pytest.mark.parametrize("unknown", [None, 0], ids=["not counted", "none read"])
 def test_without_samples_every_face_has_steps_a_second_and_no_number_that_was_not_measured(unknown: int | None) -> None:
     for text in faces(state_of(unknown, unknown)):
         assert "20.0" in text, text

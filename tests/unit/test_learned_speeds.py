@@ -19,7 +19,7 @@ FAST, SLOW = ComputeTime(0.0, 1.0), ComputeTime(0.0, 3.0)
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("GPUTRAIN_CACHE", str(tmp_path))
-    return tmp_path / "speeds2"
+    return tmp_path / "speeds"
 
 
 def speeds(values: dict[str, Any] | None = None, **training: Any) -> LearnedSpeeds:

@@ -44,7 +44,7 @@ from gputrain_tui.report.step_blocks import (
     without_core_waits,
 )
 from gputrain_tui.state.figures import mean_step_ms
-from gputrain_tui.state.non_finite_loss import nan_since
+from gputrain_tui.state.finding_text import nan_since
 from trainer.contract.errors import RequestError
 from trainer.contract.record import Failure, Finding, Step
 

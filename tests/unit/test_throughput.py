@@ -20,7 +20,7 @@ def a_step(rank: int, number: int, **fields: Any) -> Step:
     return Step(time=float(number), rank=rank, step=number, epoch=1, steps=1, **(known | fields))
 
 
-def flops_of(rank: int | None, peak: float | None, **fields: Any) -> ModelFlops:
+def flops_of(rank: int, peak: float | None, **fields: Any) -> ModelFlops:
     known: dict[str, Any] = {"flops_per_sample": 1e12, "number_format": "bf16", "device_name": "G"}
     return ModelFlops(time=0.0, rank=rank, peak_flops_per_s=peak, **(known | fields))
 
@@ -42,7 +42,6 @@ def state(*flops: ModelFlops, ranks: int = 2, steps: int = 3, **fields: Any) -> 
         ([flops_of(0, H100), flops_of(1, H100, flops_per_sample=3e12)], 320e12 / 8e14),
         ([flops_of(0, H100), flops_of(1, None)], None),
         ([flops_of(0, H100)], None),
-        ([flops_of(None, H100)], None),  # an older record: the other rank's GPU is unknown
         ([flops_of(0, H100), flops_of(1, H100), flops_of(1, H100, varies=True)], None),
         ([], None),
     ],

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.reader import reason_of
 from trainer.contract.errors import CheckpointError
 from trainer.contract.record.checkpoints import DCP_METADATA
 
@@ -72,13 +73,13 @@ def read_metadata(folder: Path, wanted: Callable[[Key], bool]) -> dict[Key, Save
             f"{path}: names {error}, which does not belong in it; as a pickle it could run code, so it is not loaded"
         ) from None
     except Exception as error:  # noqa: BLE001 - a damaged pickle raises errors of many types
-        raise CheckpointError(f"{path}: is damaged: {_line(error)}") from None
+        raise CheckpointError(f"{path}: is damaged: {reason_of(error)}") from None
     try:
         return _tensors_of(metadata, wanted)
     except _MalformedError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except (AttributeError, TypeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path}: is damaged: {_line(error)}") from None
+        raise CheckpointError(f"{path}: is damaged: {reason_of(error)}") from None
 
 
 def require_files(folder: Path, tensors: Iterable[SavedTensor]) -> None:
@@ -126,7 +127,7 @@ def _read_part(path: Path, name: str, part: Part, dtype: torch.dtype) -> Tensor:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
     except Exception as error:  # noqa: BLE001 - torch raises errors of many types for a damaged file
-        raise CheckpointError(f"{path}: is damaged: {name} cannot be loaded: {_line(error)}") from None
+        raise CheckpointError(f"{path}: is damaged: {name} cannot be loaded: {reason_of(error)}") from None
     if not isinstance(piece, Tensor) or piece.dtype != dtype or tuple(piece.shape) != part.sizes:
         is_now = f"{piece.dtype} {list(piece.shape)}" if isinstance(piece, Tensor) else type(piece).__name__
         raise CheckpointError(
@@ -339,10 +340,3 @@ def _overlap(one: Part, other: Part) -> bool:
         max(first, second) < min(first + size, second + extent)
         for first, size, second, extent in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
     )
-
-
-def _line(error: Exception) -> str:
-    """Return the first line of an error, without torch's advice to load a file with ``weights_only=False``."""
-    text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
-    line = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
-    return "".join(char for char in line.strip() if char.isprintable())

@@ -41,7 +41,7 @@ def load_plain(path: Path | str, *, checked: bool = False, mapped: bool = False)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
     except Exception as error:  # noqa: BLE001 - torch raises errors of many types for a damaged file
-        raise CheckpointError(f"{path}: cannot be loaded: {_reason(error)}") from None
+        raise CheckpointError(f"{path}: cannot be loaded: {reason_of(error)}") from None
 
 
 def peek(path: Path) -> dict[str, Any]:
@@ -52,11 +52,11 @@ def peek(path: Path) -> dict[str, Any]:
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001 - as in load
-        raise CheckpointError(f"{path}: cannot be loaded: {_reason(error)}") from None
+        raise CheckpointError(f"{path}: cannot be loaded: {reason_of(error)}") from None
     return state if isinstance(state, dict) else {}
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Return torch's error in one line, without its advice to load the file with ``weights_only=False``."""
     text = str(error).partition("WeightsUnpickler error:")[2] or str(error)
     line = next((line for line in text.splitlines() if line.strip()), type(error).__name__)

@@ -44,7 +44,7 @@ class LearnedSpeeds:
             *(getattr(training, each) for each in names),
         ]
         digest = hashlib.sha256(msgspec.json.encode(inputs, order="sorted")).hexdigest()[:24]
-        self._file = cache_folder() / "speeds2" / f"{digest}.json"
+        self._file = cache_folder() / "speeds" / f"{digest}.json"
 
     def shares(self, models: Sequence[str], global_batch_size: int, *, least: int = 1) -> list[int] | None:
         """Return the shares of ranks on devices of these models; None if one is not known, or all are the same."""

@@ -71,7 +71,7 @@ class OrderPlan:
 
     @classmethod
     def from_state(cls, state: Mapping[str, int]) -> OrderPlan:
-        """Return the plan in a checkpoint's state; fields missing there, as in older versions, have their defaults."""
+        """Return the plan in a checkpoint's state; what is missing there, as in a stream's, has its default."""
         kept = {field.name: state[field.name] for field in fields(cls) if field.name in state}
         return cls(**{**kept, "shuffle": bool(state["shuffle"])})  # type: ignore[arg-type]
 

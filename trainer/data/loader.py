@@ -208,15 +208,29 @@ def unchanged(batch: Any) -> Any:
 
 def pinned(batch: Any) -> Any:
     """Return the batch with its tensors copied to page-locked memory."""
-    if hasattr(batch, "pin_memory"):
-        return batch.pin_memory()
+    return batch.pin_memory() if hasattr(batch, "pin_memory") else map_values(pinned, batch)
+
+
+def map_values(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Return a dict, list or tuple with the function of each value; any other batch as it is."""
     if isinstance(batch, dict):
-        return {key: pinned(value) for key, value in batch.items()}
+        return {key: function(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(pinned, batch))
+        return type(batch)(*map(function, batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(map(pinned, batch))
+        return type(batch)(map(function, batch))
     return batch
+
+
+def leaves(batch: Any) -> Iterator[Any]:
+    """Yield what is in a batch's dicts, lists and tuples."""
+    if isinstance(batch, dict):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        for value in batch:
+            yield from leaves(value)
+    else:
+        yield batch
 
 
 def start_worker(rank_pid: int, worker: int) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
+from trainer.data.loader import leaves
 from trainer.engine.ddp_model import to_device
 from trainer.host.cores import read_cpus
 
@@ -99,21 +100,12 @@ class DeviceCopy:
             moved = to_device(batch, self._device)
         compute.wait_stream(self._stream)
         # Otherwise the allocator may reuse the memory while the current stream reads it.
-        _each_tensor(moved, lambda tensor: tensor.record_stream(compute))
+        for leaf in leaves(moved):
+            if isinstance(leaf, Tensor):
+                leaf.record_stream(compute)
         return moved
 
 
 def batch_copy(device: torch.device) -> Callable[[Any], Any]:
     """Return the function that copies a batch to this device."""
     return DeviceCopy(device) if device.type == "cuda" else lambda batch: batch
-
-
-def _each_tensor(batch: Any, act: Callable[[Tensor], object]) -> None:
-    if isinstance(batch, Tensor):
-        act(batch)
-    elif isinstance(batch, dict):
-        for value in batch.values():
-            _each_tensor(value, act)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            _each_tensor(value, act)

@@ -20,7 +20,7 @@ from trainer.engine.evaluation import evaluate
 from trainer.engine.preparation import evaluation_batches, read_splits, require_same_on_ranks, strategy_of
 from trainer.engine.resuming import DataDigests, require_weights
 from trainer.engine.starting_point import StartingPoint
-from trainer.engine.task_state import TASK_STATE, state_of, without_task_state
+from trainer.engine.task_state import state_of
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task
 
@@ -50,10 +50,7 @@ def evaluate_checkpoint(task: Task, options: Training, ctx: WorkerContext, start
         opened = start.checkpoint()
         entries = require_weights(opened.state, model, task=options.task, task_state=own_state, source=source)
         notes = [("checkpoint_passed_over", "; ".join(opened.passed_over))]
-        if own_state and entries.task_state is None:
-            notes.append((TASK_STATE, without_task_state(source)))
-        known = entries.data.splits if entries.data is not None else {}
-        notes.append(("data_changed", _data_change(known, split, sample, source)))
+        notes.append(("data_changed", _data_change(entries.data.splits, split, sample, source)))
         return {
             "model": weights_of(opened.state, source=source),
             "rest": (entries.updates, entries.position.epoch, notes),

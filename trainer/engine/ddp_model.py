@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from trainer import distributed
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
+from trainer.data.loader import map_values
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task
 from trainer.telemetry.comm_hook import CommHook
@@ -299,13 +300,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return batch
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
+    return map_values(lambda value: to_device(value, device), batch)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.contract.errors import TrainingError
-from trainer.data.loader import MicroBatch
+from trainer.data.loader import MicroBatch, leaves, map_values
 
 
 class OutOfMemoryError(TrainingError):
@@ -44,7 +43,7 @@ def shapes(batch: Any) -> str:
 
 def divides(micro: MicroBatch) -> bool:
     """Return whether a batch can be divided by samples: all in it are tensors with one row for each."""
-    return all(isinstance(leaf, Tensor) and leaf.shape[:1] == (micro.samples,) for leaf in _leaves(micro.batch))
+    return all(isinstance(leaf, Tensor) and leaf.shape[:1] == (micro.samples,) for leaf in leaves(micro.batch))
 
 
 def in_parts(micro: MicroBatch, most: int) -> list[MicroBatch]:
@@ -62,17 +61,4 @@ def part_of(micro: MicroBatch, low: int, high: int) -> MicroBatch:
 def _sliced(batch: Any, low: int, high: int) -> Any:
     if isinstance(batch, Tensor):
         return batch[low:high]
-    if isinstance(batch, dict):
-        return {key: _sliced(value, low, high) for key, value in batch.items()}
-    values = [_sliced(value, low, high) for value in batch]
-    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
-
-
-def _leaves(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, dict):
-        batch = list(batch.values())
-    if isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _leaves(value)
-    else:
-        yield batch
+    return map_values(lambda value: _sliced(value, low, high), batch)

@@ -22,7 +22,7 @@ from trainer.data.shares import TokenLimit, rank_batch_sizes
 from trainer.data.stream_batches import StreamBatches, StreamEvalBatches
 from trainer.engine import reports, task_state
 from trainer.engine.data_sample import DataSample, require_same_data
-from trainer.engine.ddp_model import Replicated, Strategy, checkpoint_activations, require_trainable
+from trainer.engine.ddp_model import Replicated, Strategy, checkpoint_activations, keep_buffers, require_trainable
 from trainer.engine.loss_check import SampleBatches, read_sample_batches
 from trainer.engine.worker_context import WorkerContext
 from trainer.tasks.task import Task
@@ -115,9 +115,8 @@ def require_batches_for_norms(
         return
     dataset = cast(SizedDataset, dataset)
     reader = BatchLoader(dataset, task.collate, num_workers=min(options.num_workers, 1), pin_memory=False)
-    buffers = [buffer.clone() for buffer in model.buffers()]
     try:
-        with torch.no_grad():
+        with keep_buffers(model), torch.no_grad():
             task.loss(model, next(reader.read(range(1), [0], lambda _: (0, 1), seed=0)).batch)
     except ValueError as error:
         if _TOO_FEW not in str(error):
@@ -140,8 +139,6 @@ def require_batches_for_norms(
         ) from None
     finally:
         reader.close()
-        for buffer, before in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
 
 
 def training_batches(

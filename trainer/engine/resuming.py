@@ -31,7 +31,7 @@ class _Position(msgspec.Struct):
     seed: Annotated[int, Meta(ge=0, le=2**32 - 1)]
     shuffle: Annotated[int, Meta(ge=0, le=1)]
     chunk: Annotated[int, Meta(ge=0, le=2**32)]
-    # Absent from checkpoints of earlier versions:
+    # Of samples by index only:
     curriculum: Count = 0
     fixed_ranks: Count = 0
     fixed_batch: Count = 0
@@ -76,7 +76,7 @@ class DataDigests(msgspec.Struct):
     samples: Count
     known: list[tuple[Count, str]]
     splits: dict[str, DataDigests] = {}
-    """Those of the other splits; absent from checkpoints of earlier versions."""
+    """Those of the other splits, each without ones of its own."""
 
 
 class SavedShares(msgspec.Struct, frozen=True):
@@ -105,8 +105,7 @@ class CheckpointEntries(msgspec.Struct):
     data: DataDigests
     rng: list[dict[str, Any]]
     recipe: str
-    task_state: dict[str, Any] | None = None
-    """State of the task; absent from checkpoints of earlier versions."""
+    task_state: dict[str, Any]
     shares: SavedShares = SavedShares()
     """Absent where they are not balanced."""
     plain: dict[str, Any] | None = None
@@ -119,8 +118,8 @@ class WeightEntries(msgspec.Struct):
     task: str
     updates: Count
     position: _Position
-    data: DataDigests | None = None
-    task_state: dict[str, Any] | None = None
+    data: DataDigests
+    task_state: dict[str, Any]
 
 
 def read_entries(state: Mapping[str, Any], *, source: str) -> CheckpointEntries:
@@ -128,9 +127,7 @@ def read_entries(state: Mapping[str, Any], *, source: str) -> CheckpointEntries:
     saved = state.get(ENTRIES)
     if not isinstance(saved, Mapping):
         problem = "is missing" if ENTRIES not in state else f"is {kinds(saved, ENTRIES)[ENTRIES]}, but must be a dict"
-        raise CheckpointError(
-            f"{source}: entry {ENTRIES}, the list of saved entries, {problem}; was it written by an earlier version?"
-        )
+        raise CheckpointError(f"{source}: entry {ENTRIES}, the list of saved entries, {problem}")
     present = kinds({key: value for key, value in state.items() if key != ENTRIES})
     if wrong := difference(present, saved, of=f"in {ENTRIES}, its list of saved entries"):
         raise CheckpointError(f"{source}: {one_line(wrong)}")
@@ -158,10 +155,10 @@ def require_weights(
 def require_task(
     entries: CheckpointEntries | WeightEntries, task: str, task_state: Mapping[str, Any], *, source: str
 ) -> None:
-    """Require the task, and the state of it, with which the weights of a checkpoint were trained, if that is known."""
+    """Require the task, and the state of it, with which the weights of a checkpoint were trained."""
     if entries.task != task:
         raise RequestError(f"{source} is of task {entries.task!r}, but this run trains {task!r}: see its entry task")
-    if entries.task_state is not None and (wrong := difference_of_states(entries.task_state, task_state)):
+    if wrong := difference_of_states(entries.task_state, task_state):
         raise RequestError(
             f"{source} does not fit this run's data: in the task's state {one_line(wrong)}, where the weights were "
             "trained"
@@ -245,7 +242,7 @@ def changed_settings(saved: str, own: str) -> str:
 def _settings(recipe: str) -> dict[str, Any]:
     try:
         tables = tomllib.loads(recipe)
-    except tomllib.TOMLDecodeError:  # a checkpoint of an earlier version, or of another program
+    except tomllib.TOMLDecodeError:  # it was altered
         return {}
     return {
         f"{table}.{key}": value

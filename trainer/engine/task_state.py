@@ -53,7 +53,7 @@ def restore(task: Task, state: Mapping[str, Any], *, source: str) -> None:
 def without_task_state(source: str) -> str:
     """Describe a file of weights that holds no state of a task which has one."""
     return (
-        f"{source} does not hold the state of its task (an earlier version wrote it, or another program): vocabulary "
+        f"{source} does not hold the state of its task (another program wrote it): vocabulary "
         "and labels are those of this run's data, which must be the data of that training"
     )
 

@@ -217,8 +217,6 @@ class TrainingState:
         reports.finding(ctx, SEED_ON_RESUME, "" if fresh_data else effect)
         reports.finding(ctx, SETTINGS_ON_RESUME, changed_settings(entries.recipe, ctx.recipe))
         reports.finding(ctx, "inexact_resume", inexact_resume(options, ctx.world_size))
-        if entries.task_state is None and state_of(self.task):
-            reports.finding(ctx, TASK_STATE, without_task_state(source), severity="warning")
         for what, how in altered:
             reports.finding(
                 ctx,

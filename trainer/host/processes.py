@@ -1,7 +1,6 @@
 """Facts of a process from ``/proc/PID``: state, parent, start, use of cores and memory, environment.
 
-Standard library only, since this file travels to remote hosts with ``inventory.py``. psutil reads the same files, but
-its import takes longer than all of these readings, and it lacks the waits for a core.
+Standard library only, since this file travels to remote hosts with ``inventory.py``.
 """
 
 from __future__ import annotations

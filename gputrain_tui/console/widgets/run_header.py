@@ -148,21 +148,49 @@ def _names(head: RunHeading, width: int) -> Row:
 
 def _figures(head: RunHeading, width: int) -> Row:
     """Return the progress bar and the figures; if they do not fit, the least important ones are dropped."""
-    s, tested = head.summary, head.tested
     if head.status == "deleted":
         return [(" this run was deleted; below is what was read of it before", "warning")]
     if head.end is not None:
         at, loss = head.end.step, loss_text(head.end.loss)
         return [(" step ", "dim"), (f"{at:,}", "bright"), ("   loss ", "dim"), (loss, "title")] if at else []
-    if not s.step and tested is not None:
+    if not head.summary.step:
+        return _without_step(head)
+    fields = [*_training_fields(head, width), *_rate_fields(head)]
+    if head.noise:
+        fields.append((11, [("noise scale ", "dim"), (head.noise.partition(":")[0], "bright")]))
+    progress = min(head.summary.step / head.total, 1.0) if head.total else None
+    least_bar_cells, most_bar_cells = 8, 48
+    bar_cells = 0 if progress is None else least_bar_cells + 8
+    while len(fields) > 1 and _needed_cells(fields) + bar_cells > width - 1:
+        least = max(order for order, _ in fields)
+        fields = [field for field in fields if field[0] != least]
+    row: Row = [(" ", "base")]
+    if progress is not None:
+        bar_cells = max(min(width - _needed_cells(fields) - 9, most_bar_cells), least_bar_cells)
+        done = round(progress * bar_cells)
+        row += [("━" * done, "accent"), ("─" * (bar_cells - done), "rule")]
+        row += [(f" {progress:4.0%}", "bright"), ("   ", "base")]
+    for index, (_, pieces) in enumerate(fields):
+        row += [*([("   ", "base")] if index else []), *pieces]
+    return row
+
+
+def _without_step(head: RunHeading) -> Row:
+    """Return the result of an evaluation, or why there is no step."""
+    if (tested := head.tested) is not None:
         shown = evaluation(of_weights(tested.weights_step or 0), tested.loss, tested.metrics)
         return [(f" {tested.split} ", "dim"), (printable(shown), "title")]
-    if not s.step:
-        over = head.status in (*ENDED, "lost")
-        text = "no step was measured" if over else "no step yet: ranks are joining" if head.joins else "no step yet"
-        if head.status == "queued":
-            text = "no step yet: it waits in the queue"
-        return [(f" {printable(head.unmeasured or text)}", "dim")]
+    text = "no step yet: ranks are joining" if head.joins else "no step yet"
+    if head.status in (*ENDED, "lost"):
+        text = "no step was measured"
+    if head.status == "queued":
+        text = "no step yet: it waits in the queue"
+    return [(f" {printable(head.unmeasured or text)}", "dim")]
+
+
+def _training_fields(head: RunHeading, width: int) -> list[tuple[int, Row]]:
+    """Return step, epoch and losses, each with its place in the order of importance, from 0."""
+    s, tested = head.summary, head.tested
     total = f"{head.total:,}" if head.total else ""
     step = f"{s.step:,}".rjust(max(len(total), 5))
     epochs = f"{s.epoch or EMPTY}" + (f"/{head.max_epochs}" if head.max_epochs else "")
@@ -178,39 +206,30 @@ def _figures(head: RunHeading, width: int) -> Row:
         fields.append((5, [(f"{tested.split} ", "dim"), (loss_text(tested.loss), "bright"), (which, "dim")]))
     if head.valid_loss is not None:
         fields.append((5, [("valid ", "dim"), (loss_text(head.valid_loss), "bright")]))
-    still = head.standstill
+    return fields
+
+
+def _rate_fields(head: RunHeading) -> list[tuple[int, Row]]:
+    """Return the standstill, or the throughput and the shares of a step's time, with their places in the order."""
+    s, still = head.summary, head.standstill
+    fields: list[tuple[int, Row]] = []
     if still is not None:
         fields.append((1, [(still.text, "bright" if still.activity else "warning")]))
-    if head.status != "lost" and not (still is not None and still.is_long):  # else the rates are out of date
-        rate, unit = s.rate
-        fields.append((3, [(_rate(rate), "bright"), (f" {unit}", "dim")]))
-        if s.tokens_per_s:
-            fields.append((10, [(_rate(s.tokens_per_s), "bright"), (" tokens/s", "dim")]))
-        if s.mfu is not None:
-            fields.append((9, [("MFU ", "dim"), (f"{s.mfu:.1%}".rjust(5), "bright")]))
-        fields.append((6, [("compute ", "dim"), (_percent(s.compute_share), "bright")]))
-        if head.world_size > 1:
-            fields.append((4, [("sync wait ", "dim"), (_percent(s.sync_share), "bright")]))
-        if s.compute_share is not None:
-            others = round(100 * s.compute_share) + round(100 * (s.sync_share or 0.0))  # as shown, so that all add up
-            fields.append((8, [("rest ", "dim"), (_percent(max(100 - others, 0) / 100), "bright")]))
-    if head.noise:
-        fields.append((11, [("noise scale ", "dim"), (head.noise.partition(":")[0], "bright")]))
-    progress = min(s.step / head.total, 1.0) if head.total else None
-    least_bar_cells, most_bar_cells = 8, 48
-    bar_cells = 0 if progress is None else least_bar_cells + 8
-    while len(fields) > 1 and _needed_cells(fields) + bar_cells > width - 1:
-        least = max(order for order, _ in fields)
-        fields = [field for field in fields if field[0] != least]
-    row: Row = [(" ", "base")]
-    if progress is not None:
-        bar_cells = max(min(width - _needed_cells(fields) - 9, most_bar_cells), least_bar_cells)
-        done = round(progress * bar_cells)
-        row += [("━" * done, "accent"), ("─" * (bar_cells - done), "rule")]
-        row += [(f" {progress:4.0%}", "bright"), ("   ", "base")]
-    for index, (_, pieces) in enumerate(fields):
-        row += [*([("   ", "base")] if index else []), *pieces]
-    return row
+    if head.status == "lost" or (still is not None and still.is_long):
+        return fields  # the rates are out of date
+    rate, unit = s.rate
+    fields.append((3, [(_rate(rate), "bright"), (f" {unit}", "dim")]))
+    if s.tokens_per_s:
+        fields.append((10, [(_rate(s.tokens_per_s), "bright"), (" tokens/s", "dim")]))
+    if s.mfu is not None:
+        fields.append((9, [("MFU ", "dim"), (f"{s.mfu:.1%}".rjust(5), "bright")]))
+    fields.append((6, [("compute ", "dim"), (_percent(s.compute_share), "bright")]))
+    if head.world_size > 1:
+        fields.append((4, [("sync wait ", "dim"), (_percent(s.sync_share), "bright")]))
+    if s.compute_share is not None:
+        others = round(100 * s.compute_share) + round(100 * (s.sync_share or 0.0))  # as shown, so that all add up
+        fields.append((8, [("rest ", "dim"), (_percent(max(100 - others, 0) / 100), "bright")]))
+    return fields
 
 
 def _needed_cells(fields: list[tuple[int, Row]]) -> int:

@@ -9,7 +9,6 @@ import gzip
 import os
 import tarfile
 import time
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,11 @@ import msgspec
 
 from gputrain_tui.history.export.archive_events import EventFilter
 from gputrain_tui.history.open_archive import COPY_BYTES, FOLDERS, MAX_FILES, RUN_NAME, is_file_of_run
+from gputrain_tui.history.recorded_recipe import recorded_recipe
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.status_file import Status
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.recipe.allow_list import HIDDEN, AllowList
-from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from gputrain_tui.tables import size
 from trainer.contract.errors import RecordError, RequestError
 from trainer.contract.outcome import NodeOutcome
@@ -139,9 +138,8 @@ class Archive:
 
     def _recipe(self, allow: AllowList) -> bytes:
         """Return the recipe with the values that are shown, without comments; only its name if it is no TOML."""
-        try:
-            recipe = tomllib.loads(read_whole(self._run.dir.recipe, MAX_RECIPE_BYTES).decode("utf-8"))
-        except (OSError, ValueError, RecursionError):
+        recipe = recorded_recipe(self._run.dir)
+        if recipe is None:
             self._left_out.append("recipe.toml: it is missing or not valid TOML")
             recipe = {"name": self._run.status.recipe}
         report = recipe.get("report")

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import io
 import os
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from gputrain_tui.history.export.steps import RecordedSteps, SingleStep
+from gputrain_tui.history.recorded_recipe import recorded_recipe
 from gputrain_tui.recipe.allow_list import AllowList
-from gputrain_tui.recipe.source import MAX_RECIPE_BYTES
 from trainer.contract.errors import MachineNotReadyError
 from trainer.contract.record import SINGLE_VALUES, Metrics, RunDir, Step, Validation
-from trainer.contract.record.regular_file import read_whole
 
 COMMIT_BYTES = 1 << 20
 """Size of the pending values of a file from which they are written."""
@@ -244,11 +242,7 @@ def over_ranks(row: list[SingleStep]) -> tuple[dict[str, float], dict[str, float
 def hyper_parameters(run: RunDir, world_size: int) -> dict[str, bool | float | str]:
     """Return the world size and, if the recipe can be read, its options by name."""
     parameters: dict[str, bool | float | str] = {"world_size": world_size}
-    try:
-        recipe = tomllib.loads(read_whole(run.recipe, MAX_RECIPE_BYTES).decode("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return parameters
-    shown = AllowList({}, Path.cwd()).recipe(recipe)
+    shown = AllowList({}, Path.cwd()).recipe(recorded_recipe(run) or {})
     for table in ("train", "task"):
         options = shown.get(table)
         for name, value in options.items() if isinstance(options, dict) else ():

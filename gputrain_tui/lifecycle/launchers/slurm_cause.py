@@ -96,8 +96,9 @@ def with_slurm_cause(
     texts = [*(text for _, text in node_texts), _slurm_lines(run_dir.logs / "supervisor.log", since)]
     last = [lines[-1] for text in texts if (lines := [line for line in text.splitlines() if CANCELLED in line])]
     cause = next((cause for text, cause in SLURM_MESSAGES if any(text in line for line in last)), "")
+    stopped = AttemptResult(status="stopped", reason=cause or slurm_commands.WORDS["CANCELLED"]) if last else ended
     if ended.status == "finished":  # a script that ends with 0 on the signal is stopped, before its node agent hears it
-        return AttemptResult(status="stopped", reason=cause or slurm_commands.WORDS["CANCELLED"]) if last else ended
+        return stopped
     failure = ended.failure
     is_consequence = failure is None or failure.kind in CONSEQUENCES or KILLED_WORKER in failure.message
     for node, text in node_texts:
@@ -109,13 +110,9 @@ def with_slurm_cause(
     if cause == slurm_commands.WORDS["NODE_FAIL"] or (lost and is_consequence):
         return _node_lost(lost, requeued=bool(cause) and requeues(run_dir))
     if ended.status == "stopped":
-        return AttemptResult(status="stopped", reason=cause or slurm_commands.WORDS["CANCELLED"]) if last else ended
-    for node in plan.nodes:
-        for line in attempt_outcome.last_lines(run_dir.node_log(node.node), LINES):
-            if slurm_commands.UNSEEN_SAVES in line:
-                return failed("refused", line, host=node.host)
-            if slurm_commands.UNSEEN in line or slurm_commands.NO_FOLDER in line:
-                return failed("slurm", line, host=node.host)
+        return stopped
+    if (unseen := _unseen_folder(plan, run_dir)) is not None:
+        return unseen
     return failed("slurm", cause) if cause and cause != REQUEUED else ended
 
 
@@ -146,6 +143,17 @@ def _node_lost(nodes: Sequence[PlannedNode], *, requeued: bool) -> AttemptResult
     if not hosts:
         return failed("node_lost", message)
     return failed("node_lost", f"{message}; see `scontrol show node {','.join(hosts)}`", host=hosts[0])
+
+
+def _unseen_folder(plan: Plan, run_dir: RunDir) -> AttemptResult | None:
+    """Return the failure of a node that does not see a folder of the run, as its log tells; None without one."""
+    for node in plan.nodes:
+        for line in attempt_outcome.last_lines(run_dir.node_log(node.node), LINES):
+            if slurm_commands.UNSEEN_SAVES in line:
+                return failed("refused", line, host=node.host)
+            if slurm_commands.UNSEEN in line or slurm_commands.NO_FOLDER in line:
+                return failed("slurm", line, host=node.host)
+    return None
 
 
 def _has_lost_lease(run_dir: RunDir, node: PlannedNode) -> bool:

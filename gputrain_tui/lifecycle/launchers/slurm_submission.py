@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import msgspec
 
 from gputrain_tui.history.plan_file import SlurmJob, SlurmSubmission, read_job, read_plan, read_submission
 from gputrain_tui.history.run_folders import Run, open_run
+from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.status_file import ENDED, read_status, write_status
 from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle import attempt_outcome, run_end
@@ -29,7 +30,6 @@ from gputrain_tui.lifecycle.directory_watch import SILENT_S, SupervisorBeats, re
 from gputrain_tui.lifecycle.launchers import slurm_successor
 from gputrain_tui.lifecycle.launchers.slurm_cause import REQUEUED
 from gputrain_tui.lifecycle.polling import MAX_QUERY_INTERVAL_S, MIN_QUERY_INTERVAL_S, wait_until
-from gputrain_tui.lifecycle.recorded_state import recorded_state
 from gputrain_tui.lifecycle.report_sinks import report_end
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.lifecycle.saving_time import saving_time_before
@@ -38,6 +38,7 @@ from gputrain_tui.plan.planner import Plan
 from gputrain_tui.preflight.checks import with_location
 from gputrain_tui.preflight.result import CheckResult, NotReadyError, error, ok
 from gputrain_tui.recipe.model import Recipe, SlurmOptions
+from gputrain_tui.state import RunState
 from trainer.contract.errors import ExitCode, RequestError
 from trainer.contract.record import RunDir, create_atomically, write_atomically
 from trainer.contract.record.regular_file import open_to_append
@@ -147,7 +148,7 @@ def _record_end(run_dir: RunDir, number: int, *, is_silent: bool = False) -> Non
             return  # its supervisor has submitted a successor
         writer = RunStatusWriter(run_dir, plan)
         ended = _result(run_dir, job)
-        state = recorded_state(run_dir)
+        state = _recorded_state(run_dir)
         if job is not None and _wants_successor(run_dir, job):
             problem = _submit_successor(run_dir, job, partial(writer.requeued, ended, state=state))
             if not problem:
@@ -155,6 +156,17 @@ def _record_end(run_dir: RunDir, number: int, *, is_silent: bool = False) -> Non
             ended = with_note(ended, f"and does not go on: {problem}")
         writer.close(ended, left=[], state=state)
         report_end(run_dir, writer)
+
+
+def _recorded_state(run_dir: RunDir) -> RunState | None:
+    """Return a run's state after its whole record, for one that no longer grows; None if it cannot be read."""
+    state = RunState()
+    try:
+        with closing(RunReader(run_dir)) as reader:
+            state.apply_all(reader.rest())
+    except OSError:
+        return None
+    return state
 
 
 def _record_put_back(run_dir: RunDir) -> None:
@@ -165,7 +177,7 @@ def _record_put_back(run_dir: RunDir) -> None:
         writer = RunStatusWriter(run_dir, read_plan(run_dir))
         if writer.status.status == "queued":
             return
-        ended, state = AttemptResult(status="stopped", reason=PUT_BACK_AFTER_LOSS), recorded_state(run_dir)
+        ended, state = AttemptResult(status="stopped", reason=PUT_BACK_AFTER_LOSS), _recorded_state(run_dir)
         if slurm_successor.asks_for_requeue(run_dir, read_job(run_dir)):
             writer.requeued(ended, state=state)
         else:  # as after the loss of another node: it goes on if Slurm starts it again

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from gputrain_tui.history.plan_file import SlurmJob, SlurmSubmission, read_plan, read_submission
+from gputrain_tui.history.recorded_recipe import recorded_table
 from gputrain_tui.hosts import slurm_commands
-from gputrain_tui.lifecycle.run_checkpoints import recorded_table
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.lifecycle.saving_time import saving_time_s
 from gputrain_tui.plan.batch_script import (

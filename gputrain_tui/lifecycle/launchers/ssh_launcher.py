@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from gputrain_tui.history.recorded_recipe import recorded_table
 from gputrain_tui.hosts.host_agent import HOME, LEAVE_S, TOKEN
 from gputrain_tui.hosts.host_channel import HostChannel, HostError, HostRefusedError, decoded
 from gputrain_tui.hosts.host_names import is_local
@@ -32,7 +33,6 @@ from gputrain_tui.lifecycle.launchers.local_launcher import LocalLauncher
 from gputrain_tui.lifecycle.launchers.uncopied import UncopiedSteps
 from gputrain_tui.lifecycle.node_process import NodeProcess
 from gputrain_tui.lifecycle.remote_nodes import RemoteNode, attempt_folders, write_remote_node
-from gputrain_tui.lifecycle.run_checkpoints import recorded_table
 from gputrain_tui.output import log_line
 from gputrain_tui.plan.planner import distributed_timeout
 from gputrain_tui.recipe.model import ClusterOptions

@@ -159,8 +159,7 @@ class ShareChange(Event, kw_only=True, tag="shares"):
 class ModelFlops(Event, kw_only=True, tag="model_flops"):
     """Floating-point operations of the model per sample, counted by each rank on its first batches."""
 
-    rank: Rank | None = None
-    """None in older records, in which only rank 0 counted."""
+    rank: Rank
     flops_per_sample: FiniteFloat
     """Operations of forward and backward pass, without the recomputation of activation checkpointing."""
     number_format: Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
@@ -188,7 +187,7 @@ class Step(Event, kw_only=True, tag="step"):
     steps: StepsCovered
     """Number of optimizer steps that this event covers."""
     samples: Count | None = None
-    """Samples that this rank read in the covered steps; absent where not known (0 in earlier versions)."""
+    """Samples that this rank read in the covered steps; absent where not known."""
     loss: FiniteFloat | None = None
     """This rank's mean loss."""
     non_finite: list[str] = []
@@ -340,7 +339,7 @@ class Checkpoint(Event, kw_only=True, tag="checkpoint"):
     best: bool = False
     """Whether it is the best so far, and was also written as ``best.pt`` of its folder."""
     run: str = ""
-    """Id of the run that the file belongs to; empty in records of earlier versions."""
+    """Id of the run that the file belongs to; empty where it belongs to none."""
 
 
 class NoiseScale(Event, kw_only=True, tag="noise_scale"):
