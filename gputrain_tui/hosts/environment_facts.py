@@ -161,8 +161,9 @@ def _version_by_importlib(package: str) -> str | None:
 def _missing_package() -> str:
     folder = _folder_of("msgspec")
     # Importing msgspec takes tens of ms. Its ``_core`` is compiled: one built for another Python is not found.
-    built = folder is not None and importlib.machinery.PathFinder.find_spec("_core", [str(folder)]) is not None
-    return "" if built else "msgspec"
+    if folder is None or importlib.machinery.PathFinder.find_spec("_core", [str(folder)]) is None:
+        return "msgspec"
+    return "" if _folder_of("psutil") is not None else "psutil"
 
 
 def _own_file(task: str, script: str) -> Path | None:

@@ -67,7 +67,10 @@ def port_facts(number: int, host: str, *, is_own: bool | None = None) -> Port:
     if number < 1024 and os.geteuid() != 0:
         return Port(number=number, state="root", address=host, is_own=is_own)
     free = is_port_free(number)
-    holder = "" if free else port_holder(number)
+    try:
+        holder = "" if free else port_holder(number)
+    except ImportError:  # psutil, which a host need not have
+        holder = "a process"
     return Port(number=number, state="free" if free else "busy", holder=holder, address=host, is_own=is_own)
 
 

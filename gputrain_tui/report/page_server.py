@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import msgspec
+import psutil
 
 from gputrain_tui import paths
 from gputrain_tui.history.run_columns import cause, loss_cell
@@ -33,7 +34,6 @@ from gputrain_tui.report.page import FILES
 from gputrain_tui.tables import duration, number
 from trainer.contract.errors import RequestError, quoted
 from trainer.contract.record.regular_file import read_tail
-from trainer.host.addresses import own_addresses
 from trainer.host.ports import is_port_free
 
 LOOPBACK = "127.0.0.1"
@@ -90,7 +90,8 @@ class PageServer(ThreadingHTTPServer):
             raise RequestError(f"--port is {port}; it is 0 to 65535") from None
         self.hosts = {"localhost", LOOPBACK, "[::1]", self.named_host, socket.gethostname()}
         if host not in OWN:
-            self.hosts |= {f"[{each}]" if ":" in each else each for each in own_addresses()}
+            addresses = [each.address for of in psutil.net_if_addrs().values() for each in of]
+            self.hosts |= {f"[{each}]" if ":" in each else each for each in addresses}
 
     @property
     def port(self) -> int:

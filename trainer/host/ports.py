@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.host.proc_files import PROC, read_text
-from trainer.host.processes import pids
 
 FIRST_PORT, LAST_PORT = 20_000, 32_767
 """Range of ``free_port``: below the ephemeral ports of Linux, so that no outgoing connection takes the port between
@@ -62,14 +61,23 @@ def outgoing_ports() -> tuple[int, int]:
 
 def port_holder(port: int) -> str:
     """Return a description of the process that listens on a port: ``python3 (pid 4711)``, or another user's."""
-    lines = [line.split() for name in ("tcp", "tcp6") for line in read_text(PROC / "net" / name).splitlines()[1:]]
-    listens, end = "0A", f":{port:04X}"  # state, and end of the local address, as the kernel lists them
-    sockets = {f"socket:[{fields[9]}]" for fields in lines if fields[3] == listens and fields[1].endswith(end)}
-    for pid in pids():
-        with suppress(OSError):  # of another user, or ended
-            if any(str(entry.readlink()) in sockets for entry in (PROC / str(pid) / "fd").iterdir()):
-                return f"{read_text(PROC / str(pid) / 'comm').strip()} (pid {pid})"
-    return "a process of another user"
+    import psutil  # only for messages about a busy port
+
+    try:
+        listening = [
+            entry
+            for entry in psutil.net_connections(kind="tcp")
+            if entry.laddr and entry.laddr.port == port and entry.status == psutil.CONN_LISTEN
+        ]
+    except psutil.AccessDenied:
+        listening = []
+    pid = next((entry.pid for entry in listening if entry.pid is not None), None)
+    if pid is None:
+        return "a process of another user"
+    try:
+        return f"{psutil.Process(pid).name()} (pid {pid})"
+    except psutil.Error:
+        return f"pid {pid}"
 
 
 def own_connections() -> Iterator[socket.socket]:
