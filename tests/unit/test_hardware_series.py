@@ -80,3 +80,14 @@ def test_no_sample_is_an_empty_panel_and_a_column_without_one_has_the_value_befo
     columns = series.columns(0.0, 9.0, 3)
     assert columns == [1.0, 1.0, 3.0]
     assert all(map(math.isnan, TimeSeries().columns(0.0, 9.0, 3)))
+
+
+def test_a_host_keeps_its_lines_when_the_nodes_are_numbered_anew() -> None:
+    found = HardwareSeries()
+    for second, hosts in enumerate([("a", "twin", "twin", "d"), ("twin", "twin", "d"), ("twin", "twin", "spare")]):
+        for node, host in enumerate(hosts):
+            found.apply(NodeSample(time=float(second), node=node, host=host, cpu_percent=10.0 * second + node))
+    assert found.hosts == ["a", "twin", "twin", "d", "spare"]
+    assert [(key.machine, each.newest, each.greatest) for key, each in found.series(first=2)] == [
+        (4, 22.0, 22.0), (0, 0.0, 0.0), (1, 20.0, 20.0), (2, 21.0, 21.0), (3, 12.0, 12.0),
+    ]  # fmt: skip

@@ -23,8 +23,8 @@ def draw_hardware(hardware: HardwareSeries, width: int, height: int, *, first: i
     rows = [title_row(width, left, rights)]
     before: tuple[int, int] | None = None
     for key, values in series[: height - 1]:
-        rows.append(_line(hardware, key, values, width, named=(key.node, key.gpu) != before))
-        before = key.node, key.gpu
+        rows.append(_line(hardware, key, values, width, named=(key.machine, key.gpu) != before))
+        before = key.machine, key.gpu
     return [fit_row(row, width) for row in rows]
 
 
@@ -34,7 +34,7 @@ def _line(hardware: HardwareSeries, key: SeriesKey, series: TimeSeries, width: i
     top = series.limit or shared_scale * series.greatest
     values = series.columns(hardware.begin, hardware.end, cells)
     bars = "".join(bar_below(value, top) for value in values)
-    host = printable(hardware.hosts[key.node])
+    host = printable(hardware.hosts[key.machine])
     where = host if key.gpu < 0 else f"{host} GPU {key.gpu}"
     return [
         (" ", "base"),
