@@ -91,7 +91,7 @@ def _subject(finding: Finding) -> str:
         return ""
     if finding.kind in HOST_KINDS and finding.host:
         return f"{finding.host} "
-    if finding.kind == "straggler" and finding.ranks:
+    if finding.kind in ("straggler", "non_finite") and finding.ranks:
         return f"{ranks_text(finding.ranks)} "
     ranks = finding.evidence.get("ranks", 1) if finding.kind == "straggler" else 1
     return f"{ranks:.0f} ranks of {finding.host or 'a node'} " if ranks > 1 else f"rank {finding.rank} "

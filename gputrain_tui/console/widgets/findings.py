@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from textual import events
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.message import Message
 
 from gputrain_tui.console.actions import bindings
@@ -98,12 +98,19 @@ def _raised(finding: Finding, members: Sequence[Finding] = (), *, cleared: bool,
         rank=finding.rank,
         where=" ".join(filter(None, (finding.host, (finding.device or "").partition(" ")[0]))),
         message=printable(finding.message or finding.kind.replace("_", " ")),
-        ranks=int(finding.evidence.get("ranks", 1)) if finding.kind == "straggler" else 1,
+        ranks=_rank_count(finding),
         short=printable(finding_summary(finding)),
         evidence=tuple(finding.evidence.items()),
         advice=printable(finding.advice),
         members=sorted((_raised(member, cleared=cleared) for member in members), key=lambda entry: entry.rank or 0),
     )
+
+
+def _rank_count(finding: Finding) -> int:
+    """Return the number of ranks that a finding is about."""
+    if finding.kind == "non_finite":
+        return max(len(finding.ranks), 1)
+    return int(finding.evidence.get("ranks", 1)) if finding.kind == "straggler" else 1
 
 
 def _failed(failure: Failure) -> FindingEntry:
@@ -323,10 +330,9 @@ class Findings(Panel, can_focus=True):
     BINDINGS: ClassVar[list[BindingType]] = [
         *MOVE_KEYS[:2],
         *MOVE_KEYS[4:],
-        Binding("enter", "open", "Evidence and advice", show=False),
-        *bindings("text"),
+        *bindings("findings"),
     ]
-    PLACE = "text"
+    PLACE = "findings"
 
     @dataclass
     class RankChosen(Message):
