@@ -62,7 +62,7 @@ class TimeSeries:
     def columns(self, begin: float, end: float, count: int) -> list[float]:
         """Return the mean in each of ``count`` columns of a time span, Unix seconds.
 
-        A column without points has the value of the last point before it, NaN where there is none.
+        A column without points has the value of the last point before it; NaN before the first point, after the last.
         """
         means = [nan] * count
         if end <= begin:
@@ -74,7 +74,7 @@ class TimeSeries:
                 high = len(self._times)
             if high > low:
                 means[column] = sum(self._values[low:high]) / (high - low)
-            elif low:
+            elif 0 < low < len(self._times):
                 means[column] = self._values[low - 1]
         return means
 
@@ -132,11 +132,19 @@ class HardwareSeries:
         series.append(time, value)
 
     def series(self, *, first: int | None = None) -> Iterator[tuple[SeriesKey, TimeSeries]]:
-        """Yield all series by machine and GPU, those of the node ``first`` before the others."""
-        on_top = None if first is None else self.machine_of_node.get(first)
+        """Yield all series by node and GPU, those of the node ``first`` before the others, of lost machines last."""
+        nodes = {machine: node for node, machine in self.machine_of_node.items()}
 
-        def order(key: SeriesKey) -> tuple[bool, int, int, int]:
-            return key.machine != on_top, key.machine, key.gpu, QUANTITIES.index(key.quantity)
+        def order(key: SeriesKey) -> tuple[bool, bool, int, int, int]:
+            node = nodes.get(key.machine)
+            of_quantity = QUANTITIES.index(key.quantity)
+            return (
+                node is None or node != first,
+                node is None,
+                key.machine if node is None else node,
+                key.gpu,
+                of_quantity,
+            )
 
         for key in sorted(self._series, key=order):
             yield key, self._series[key]

@@ -70,7 +70,7 @@ def finding_entries(state: RunState) -> list[FindingEntry]:
     others = [failure for failure in state.failures if failure != cause]
     lost = [failure for failure in others if cause is not None and failure.kind == "lost_peer"]
     entries = [_failed(cause)] if cause is not None else []
-    entries += [_failed(failure) for failure in others if failure not in lost]
+    entries += [_failed(each, state.ended_attempts.failed_in(each.time)) for each in others if each not in lost]
     if cause is not None and lost:
         entries.append(_lost(cause, lost))
     for finding, stands, members in newest_findings_with_members(state):
@@ -113,7 +113,7 @@ def _rank_count(finding: Finding) -> int:
     return int(finding.evidence.get("ranks", 1)) if finding.kind == "straggler" else 1
 
 
-def _failed(failure: Failure) -> FindingEntry:
+def _failed(failure: Failure, over_with: str = "") -> FindingEntry:
     at = f" at step {failure.step:,}" if failure.step is not None else ""
     kind = "" if failure.kind == "signal" else failure_words(failure)  # its message names it
     lead = f"{kind}{at}".strip()
@@ -121,6 +121,8 @@ def _failed(failure: Failure) -> FindingEntry:
         key=(FAILURE, failure.rank, failure.time),
         time=failure.time,
         severity="critical",
+        cleared=bool(over_with),
+        over_with=over_with,
         rank=failure.rank,
         where=failure.host or "",
         message=": ".join(filter(None, [lead, printable(failure.message)])),

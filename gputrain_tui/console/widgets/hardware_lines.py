@@ -36,12 +36,13 @@ def _line(hardware: HardwareSeries, key: SeriesKey, series: TimeSeries, width: i
     bars = "".join(bar_below(value, top) for value in values)
     host = printable(hardware.hosts[key.machine])
     where = host if key.gpu < 0 else f"{host} GPU {key.gpu}"
+    newest = series.newest if key.machine in hardware.machine_of_node.values() else None  # the run has lost it
     return [
         (" ", "base"),
         (pad(where if named else "", NAME_CELLS - 16), "bright"),
         (" ", "base"),
         (pad(key.quantity, 14), "dim"),
-        (format_value(series.newest).rjust(8), "bright"),
+        (format_value(newest).rjust(8), "bright"),
         (f"  peak {format_value(series.greatest)}".ljust(VALUE_CELLS - 8), "dim"),
         (bars, "accent" if series.limit and series.newest > 0.9 * series.limit else "bar"),
     ]
