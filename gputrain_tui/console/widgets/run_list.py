@@ -239,24 +239,27 @@ class RunCard(Canvas):
     entry: Entry | None = None
 
     def draw(self, width: int, height: int) -> list[Row]:
-        return [fit_row(row, width) for row in self.details(width)[:height]]
+        rows = self.details(width)
+        if len(rows) > height:
+            rows = [*rows[: height - 1], [("… ⏎ opens the run", "dim")]]
+        return [fit_row(row, width) for row in rows[:height]]
 
     def details(self, width: int) -> list[Row]:
-        """Return all details, the most important first; message and finding are wrapped."""
+        """Return all details, the most important first, but the note before a long message; that is wrapped."""
         entry = self.entry
         if entry is None:
             return []
         sign, role = sign_of(entry["state"], flagged=bool(entry["finding"]))
         rows: list[Row] = [title_row(width, [(printable(entry["id"]), "title"), (f"  {sign} {entry['state']}", role)])]
+        if entry["note"] or entry["tags"]:
+            tags = [(f"[{printable(tag)}] ", "accent") for tag in entry["tags"] or ()]
+            rows.append([("note     ", "dim"), *tags, (printable(entry["note"] or ""), "bright")])
         if entry["message"]:
             role = "error" if entry["state"] == "failed" else "bright"
             rows += [[(line, role)] for line in wrap_text(printable(message_text(entry)), width)]
         if entry["finding"]:
             finding = f"{entry['state']}, with {printable(entry['finding'])}"
             rows += [[(line, "warning")] for line in wrap_text(finding, width)]
-        if entry["note"] or entry["tags"]:
-            tags = [(f"[{printable(tag)}] ", "accent") for tag in entry["tags"] or ()]
-            rows.append([("note     ", "dim"), *tags, (printable(entry["note"] or ""), "bright")])
         if (tested := entry.get("tested")) is not None:
             shown = evaluation(of_weights(tested["weights_step"]), tested["loss"], tested["metrics"])
             rows.append([(f"{tested['split']:<9}", "dim"), (printable(shown), "bright")])

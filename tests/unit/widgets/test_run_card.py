@@ -8,11 +8,12 @@ import pytest
 import run_dirs
 from row_texts import row_text
 
+from gputrain_tui.console.widgets.root_cause import RootCause, draw_root_cause
 from gputrain_tui.console.widgets.run_list import RunCard
 from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.history.summary import summarize
-from trainer.contract.record import Validation
+from trainer.contract.record import Failure, Validation
 
 
 @pytest.fixture
@@ -45,3 +46,12 @@ def test_the_message_of_a_run_is_whole(run: Run, width: int) -> None:
     texts = [row_text(row).strip() for row in card.draw(width, len(card.details(width)))]
     assert message.strip() in " ".join(texts)
     assert texts[-1].startswith("folder")
+    cut = [row_text(row).strip() for row in card.draw(width, 3)]
+    assert (cut[:2], cut[2]) == (texts[:2], "… ⏎ opens the run")
+
+
+@pytest.mark.parametrize(("words", "cut"), [(3, False), (200, True)])
+def test_a_failure_that_does_not_fit_ends_with_an_ellipsis(words: int, cut: bool) -> None:
+    failed = RootCause(failure=Failure(time=1.0, kind="exception", rank=1, message="too long " * words))
+    rows = [row_text(row).strip() for row in draw_root_cause(failed, 60, 6)]
+    assert [row.endswith("…") for row in rows[1:]] == ([False, True] if cut else [False])
