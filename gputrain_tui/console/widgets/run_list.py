@@ -263,6 +263,9 @@ class RunCard(Canvas):
         if (tested := entry.get("tested")) is not None:
             shown = evaluation(of_weights(tested["weights_step"]), tested["loss"], tested["metrics"])
             rows.append([(f"{tested['split']:<9}", "dim"), (printable(shown), "bright")])
+        if best := best_cell(entry):
+            rows.append([("best     ", "dim"), (printable(best), "bright"), ("   newest  ", "dim"),
+                         (cell_text(entry, "valid"), "bright")])  # fmt: skip
         started, recipe = cell_text(entry, "started"), cell_text(entry, "recipe")
         rows.append([("started  ", "dim"), (started, "bright"), ("   recipe  ", "dim"), (recipe, "bright")])
         rows.append([("folder   ", "dim"), (printable(entry["run_dir"]), "dim")])
