@@ -115,7 +115,7 @@ class BandChart(Panel):
             rank_line = series.smoothed_window(self.metric, fine, rank=rank, span=span, over=self.smoothing).middle
             rank_line = rank_line if x.name == "step" else line_on_axis(rank_line, x, columns)
         under = [self._below(each, x, columns) for each in self.earlier]
-        notes = [f"smooth over {self.smoothing:,} steps"] if self.smoothing else []  # the first is the last to be left out
+        notes = [f"smooth over {self.smoothing:,} steps"] if self.smoothing else []  # first: it is kept
         notes += [f"┈ {each.name}" for each in self.earlier]
         notes += [] if self.metric == "loss" else [f"mean of the {self.live.state.span}"]
         notes += [] if self.last is None or self.view.span else [f"last {self.last:,}"]
