@@ -181,7 +181,9 @@ def draw_findings(
     left += [(f"  {changes} change{'s' * (changes > 1)} of shares", "dim")] if changes else []
     shown = _shown(entries, width, height - 1, cursor, opened=opened, focused=focused)
     is_cut = not focused and sum(len(_line(entry, width)) for entry in entries) > len(shown)
-    hint = "f f shows all" if is_cut else "⏎ evidence and advice" if focused else ""
+    details = _details(entries[cursor], width)
+    is_open = bool(details) and any(row == details[0] for _, row in shown)
+    hint = "f f shows all" if is_cut else "⏎ evidence and advice" if focused and not is_open else ""
     title = title_row(width, left, [[(hint, "dim")]] if hint else [])
     return fit_rows([title, *(row for _, row in shown)], width, height)
 
