@@ -56,6 +56,18 @@ def test_ranks_whose_loss_is_nan_are_all_named() -> None:
     assert (entry.ranks, entry.short) == (2, "ranks 0, 1 NaN or infinite")
 
 
+@pytest.mark.parametrize("status", ["running", "finished"])
+def test_nan_on_many_ranks_is_in_the_header_of_80_cells(status: str) -> None:
+    found = Finding(time=3.0, kind="non_finite", rank=0, ranks=list(range(16)), severity="critical", step=201)
+    head = RunHeading(
+        status=status, name="bert", id="i", world_size=16, hosts=1, summary=RunFigures(), elapsed_s=65.0,
+        condition=run_condition(state_with(found), status),
+    )  # fmt: skip
+    text = row_text(draw_header(head, 80, 2)[0])
+    assert "NaN" in text
+    assert "ranks 0, 1, 2, … (16)" in text
+
+
 def test_a_long_name_leaves_space_for_the_finding_and_the_elapsed_time() -> None:
     head = RunHeading(
         status="running", name="long-" * 20, id="i", world_size=2, hosts=1, summary=RunFigures(), elapsed_s=65.0,
