@@ -303,12 +303,14 @@ async def test_a_note_and_tags_are_written_to_the_run_under_the_cursor(three_run
 @in_loop
 async def test_a_recipe_is_launched_again_with_edits_and_the_runs_own_stays(three_runs: list[Run]) -> None:
     app = quiet_app()
-    async with app.run_test(size=(120, 40)) as pilot:
+    write_status(three_runs[2].dir, msgspec.structs.replace(three_runs[2].status, workdir="/elsewhere"))
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
         await open_screen(pilot, history())
         await pilot.press("e")
         await settle(pilot)
         assert app.place == "launch"
         assert three_runs[2].id in screen_text(app)
+        assert "was started in /elsewhere; its relative paths now begin in" in screen_text(app)
         await pilot.press("s")
         await settle(pilot)
         assert app.screen.has_class("-editing"), "it is saved under another name"
