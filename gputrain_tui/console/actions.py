@@ -30,7 +30,7 @@ class Action:
     """Effect of the action, for palette and help."""
     group: str
     places: tuple[str, ...]
-    """Screens that have the action, or panels that have it while focused (``log``; ``text``: findings and stacks)."""
+    """Screens that have the action, or panels that have it while focused: ``log``, ``findings``, ``text`` (a stack)."""
     footer: int = 0
     """Rank in the footer, 1 first; if the footer is narrow, the last ones are left out. 0: not in the footer."""
     footers: tuple[str, ...] = ()
@@ -213,7 +213,9 @@ ACTIONS: tuple[Action, ...] = (
         ("level", "L", "Level", 3, "Show all lines, warnings and errors, or errors only"),
         ("next_flagged", "e", "Flagged", 4, "Go to the next line of a rank that failed or that a finding is about"),
         ("clear_search", "escape", "Clear", 0, "Clear the search")),
-    *_group("Text", "log text", ("screen.copy", "y", "Copy", 5, "Copy what is under the cursor")),
+    *_group("Findings", "findings",
+        ("open", "enter", "Evidence", 1, "Show the evidence and advice of a finding; again to hide them")),
+    *_group("Text", "log findings text", ("screen.copy", "y", "Copy", 5, "Copy what is under the cursor")),
 )  # fmt: skip
 
 

@@ -217,6 +217,7 @@ class GputrainApp(OrderedKeys):
         elif runs := self.list_runs():
             await self.open_run(runs[0])
         else:
+            self.report("no run yet; d trains the demo, 2 opens a recipe")
             await self.switch_mode("history")
 
     async def open_run(self, run: Run) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import inf, isfinite, nan
+from math import inf, nan
 from typing import Any, Literal
 
 import msgspec
@@ -16,11 +16,23 @@ from gputrain_tui.history.step_axis import AxisName
 from gputrain_tui.recipe.model import LAUNCH_OPTIONS, Recipe
 from gputrain_tui.recipe.task_description import describe_task
 from gputrain_tui.recipe.values import value_text
+from gputrain_tui.state.best_validation import RecordedValidations
 from gputrain_tui.state.figures import Throughput, mean_share, samples_per_s, steps_per_s
+from gputrain_tui.state.rank_state import KEPT
 from gputrain_tui.state.step_losses import newest_loss
 from gputrain_tui.state.totals import ZERO_TOTALS, Totals
 from trainer.contract.builtin_tasks import BUILT_IN
-from trainer.contract.record import AnyEvent, Metrics, NoiseScale, RunEnded, RunStarted, Step, Validation, World
+from trainer.contract.record import (
+    AnyEvent,
+    Metrics,
+    NoiseScale,
+    RunEnded,
+    RunStarted,
+    Step,
+    TrainingPlan,
+    Validation,
+    World,
+)
 
 MIN_RUNS, MAX_RUNS = 2, 6
 """Runs that can be compared at once: a terminal can show six distinct colours."""
@@ -96,7 +108,7 @@ class CurveHistory:
     def __init__(self, world_size: int) -> None:
         self.series = Series(world_size)
         self.metrics = MetricCurves()
-        self.validations: list[Validation] = []
+        self.validations = RecordedValidations(KEPT)
         self._started: float | None = None
         self._totals: dict[int, Totals] = {}
         self._newest: dict[int, tuple[Step, ...]] = {}
@@ -112,7 +124,9 @@ class CurveHistory:
         elif isinstance(event, Metrics | NoiseScale):
             self.metrics.apply(event)
         elif isinstance(event, Validation):
-            self.validations.append(event)
+            self.validations.add(event)
+        elif isinstance(event, TrainingPlan):
+            self.validations.begin(event)
         elif isinstance(event, World):
             self.series.change_world(event.world_size)
             for by_rank in (self._newest, self._totals):  # figures are of the ranks that are left
@@ -135,16 +149,14 @@ class CurveHistory:
         return self.seconds_at(inf)
 
     @property
-    def loss(self) -> float:
-        """Mean of the ranks' losses at the newest step that all of them have done, nats; NaN before the first."""
-        _, loss = newest_loss(self._newest.values())
-        return nan if loss is None else loss
+    def loss(self) -> float | None:
+        """Mean of the ranks' losses at the newest step that all of them have done, nats; None before the first.
 
-    @property
-    def best_validation(self) -> float | None:
-        """Least validation loss, nats; NaN if none is finite, None without a validation."""
-        losses = [v.loss for v in self.validations if v.split == "valid"]
-        return min((loss for loss in losses if isfinite(loss)), default=nan if losses else None)
+        NaN where that is why the record has none.
+        """
+        _, loss = newest_loss(self._newest.values())
+        is_nan = loss is None and any("loss" in event.non_finite for event, *_ in self._newest.values())
+        return nan if is_nan else loss
 
     @property
     def rates(self) -> Throughput:

@@ -22,9 +22,10 @@ MAX_POINTS = 1024
 
 @dataclass(frozen=True)
 class SeriesKey:
-    """Node, device and quantity of a series."""
+    """Machine, device and quantity of a series."""
 
-    node: int
+    machine: int
+    """Machine, numbered by its first sample: nodes are numbered anew when the run goes on without one."""
     gpu: int
     """Index of the GPU; -1: the host."""
     quantity: Quantity
@@ -61,7 +62,7 @@ class TimeSeries:
     def columns(self, begin: float, end: float, count: int) -> list[float]:
         """Return the mean in each of ``count`` columns of a time span, Unix seconds.
 
-        A column without points has the value of the last point before it, NaN where there is none.
+        A column without points has the value of the last point before it; NaN before the first point, after the last.
         """
         means = [nan] * count
         if end <= begin:
@@ -73,7 +74,7 @@ class TimeSeries:
                 high = len(self._times)
             if high > low:
                 means[column] = sum(self._values[low:high]) / (high - low)
-            elif low:
+            elif 0 < low < len(self._times):
                 means[column] = self._values[low - 1]
         return means
 
@@ -87,28 +88,41 @@ class HardwareSeries:
         """First sample, Unix seconds."""
         self.end = nan
         """Newest sample, Unix seconds."""
-        self.hosts: dict[int, str] = {}
-        self.gpu_of_rank: dict[int, tuple[int, int]] = {}
+        self.hosts: list[str] = []
+        """Name of each machine; two may have the same."""
+        self.machine_of_node: dict[int, int] = {}
         self._series = defaultdict[SeriesKey, TimeSeries](TimeSeries)
 
     def apply(self, sample: NodeSample) -> None:
         """Apply a node's sample; quantities that it lacks are left out."""
-        node, time = sample.node, sample.time
+        machine, time = self._machine(sample), sample.time
         self.version += 1
-        self.hosts[node] = sample.host
         self.begin = time if self.begin != self.begin else min(self.begin, time)
         self.end = time if self.end != self.end else max(self.end, time)
-        self._add(SeriesKey(node, -1, "use %"), time, sample.cpu_percent, 100.0)
+        self._add(SeriesKey(machine, -1, "use %"), time, sample.cpu_percent, 100.0)
         used, total = sample.memory_used_bytes, sample.memory_total_bytes
-        self._add(SeriesKey(node, -1, "memory GiB"), time, _gib(used), _gib(total))
+        self._add(SeriesKey(machine, -1, "memory GiB"), time, _gib(used), _gib(total))
         for gpu in sample.gpus:
-            if gpu.rank is not None:
-                self.gpu_of_rank[gpu.rank] = node, gpu.index
-            self._add(SeriesKey(node, gpu.index, "use %"), time, gpu.utilization_percent, 100.0)
+            self._add(SeriesKey(machine, gpu.index, "use %"), time, gpu.utilization_percent, 100.0)
             used, total = gpu.memory_used_bytes, gpu.memory_total_bytes
-            self._add(SeriesKey(node, gpu.index, "memory GiB"), time, _gib(used), _gib(total))
-            self._add(SeriesKey(node, gpu.index, "temperature °C"), time, gpu.temperature_celsius, None)
-            self._add(SeriesKey(node, gpu.index, "power W"), time, gpu.power_watts, None)
+            self._add(SeriesKey(machine, gpu.index, "memory GiB"), time, _gib(used), _gib(total))
+            self._add(SeriesKey(machine, gpu.index, "temperature °C"), time, gpu.temperature_celsius, None)
+            self._add(SeriesKey(machine, gpu.index, "power W"), time, gpu.power_watts, None)
+
+    def _machine(self, sample: NodeSample) -> int:
+        """Return the number of a sample's machine; a node on another host than before means that all may have moved."""
+        known = self.machine_of_node.get(sample.node)
+        if known is not None and self.hosts[known] == sample.host:
+            return known
+        if known is not None:
+            self.machine_of_node.clear()
+        taken = self.machine_of_node.values()
+        free = (machine for machine, host in enumerate(self.hosts) if host == sample.host and machine not in taken)
+        machine = next(free, len(self.hosts))
+        if machine == len(self.hosts):
+            self.hosts.append(sample.host)
+        self.machine_of_node[sample.node] = machine
+        return machine
 
     def _add(self, key: SeriesKey, time: float, value: float | None, limit: float | None) -> None:
         if value is None:
@@ -118,10 +132,19 @@ class HardwareSeries:
         series.append(time, value)
 
     def series(self, *, first: int | None = None) -> Iterator[tuple[SeriesKey, TimeSeries]]:
-        """Yield all series by node and GPU, those of the node ``first`` before the others."""
+        """Yield all series by node and GPU, those of the node ``first`` before the others, of lost machines last."""
+        nodes = {machine: node for node, machine in self.machine_of_node.items()}
 
-        def order(key: SeriesKey) -> tuple[bool, int, int, int]:
-            return key.node != first, key.node, key.gpu, QUANTITIES.index(key.quantity)
+        def order(key: SeriesKey) -> tuple[bool, bool, int, int, int]:
+            node = nodes.get(key.machine)
+            of_quantity = QUANTITIES.index(key.quantity)
+            return (
+                node is None or node != first,
+                node is None,
+                key.machine if node is None else node,
+                key.gpu,
+                of_quantity,
+            )
 
         for key in sorted(self._series, key=order):
             yield key, self._series[key]

@@ -105,7 +105,7 @@ def run_charts(
     hardware_columns = max(1, min(columns or COLUMNS, HARDWARE_COLUMNS, MAX_HARDWARE_VALUES // max(len(sampled), 1)))
     lines = [
         HardwareLine(
-            host=hardware.hosts[key.node],
+            host=hardware.hosts[key.machine],
             gpu=None if key.gpu < 0 else key.gpu,
             quantity=key.quantity,
             limit=each.limit,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from gputrain_tui.tables import ranks_text
 from trainer.contract.record import Failure, Finding
@@ -91,10 +91,15 @@ def _subject(finding: Finding) -> str:
         return ""
     if finding.kind in HOST_KINDS and finding.host:
         return f"{finding.host} "
-    if finding.kind == "straggler" and finding.ranks:
-        return f"{ranks_text(finding.ranks)} "
+    if finding.kind in ("straggler", "non_finite") and finding.ranks:
+        return f"{_few_ranks(finding.ranks)} "
     ranks = finding.evidence.get("ranks", 1) if finding.kind == "straggler" else 1
     return f"{ranks:.0f} ranks of {finding.host or 'a node'} " if ranks > 1 else f"rank {finding.rank} "
+
+
+def _few_ranks(ranks: Sequence[int]) -> str:
+    """Return ``rank 3`` or ``ranks 0, 1, 2, … (16)``, which fits in the header of a narrow console."""
+    return ranks_text(ranks, limit=3)
 
 
 def failure_summary(failure: Failure) -> str:
@@ -142,7 +147,7 @@ def _state(finding: Finding) -> str:
     if finding.kind != "non_finite":
         return finding_summary(finding)
     since = f" since step {finding.step:,}" if finding.step is not None else ""
-    on = f" on {ranks_text(finding.ranks or [finding.rank])}" if finding.rank is not None else ""
+    on = f" on {_few_ranks(finding.ranks or [finding.rank])}" if finding.rank is not None else ""
     return f"NaN{since}{on}"
 
 

@@ -104,6 +104,8 @@ class RankView:
     """Optimizer steps done when it was last started."""
     bucket_step: Step | None = None
     """Its newest step event with the time of each bucket."""
+    own_norm: Step | None = None
+    """Its newest step event with the norm of its own gradient, which is not measured in every step."""
     groups: RankGroups = field(default_factory=lambda: RankGroups(WINDOW))
     """Its process groups, and its collectives besides those of DDP's buckets."""
     rss_bytes: deque[tuple[float, int]] = field(init=False)
@@ -125,7 +127,7 @@ class RankView:
         for series in (self.steps, self.rss_bytes, self.gpu_bytes):
             series.clear()
         self.groups.clear()
-        self.bucket_step = self.doing = None
+        self.bucket_step = self.own_norm = self.doing = None
         self.validation_turns = 0
 
     def enter(self, event: RankState) -> None:
@@ -141,6 +143,14 @@ class RankView:
             value = getattr(event, name)
             if value is not None:
                 setattr(self, name, value)
+
+    def note(self, event: Step) -> None:
+        """Take its newest step event."""
+        self.before, self.last = self.last, event
+        if event.local_grad_norm is not None:
+            self.own_norm = event
+        self.doing = None
+        self.events += 1
 
     def sample_process(self, process: RankSample, time: float) -> None:
         """Take a sample of its process."""

@@ -276,9 +276,7 @@ class RunState:
         view.beginnings += begins_at_1(event)
         if event.time > self.step_time:
             self.step_time = event.time
-        view.before, view.last = view.last, event
-        view.doing = None
-        view.events += 1
+        view.note(event)
         if self._history:
             if not view.steps:
                 view.started_at = event.step - event.steps

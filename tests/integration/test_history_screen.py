@@ -13,8 +13,9 @@ from gputrain_tui import paths
 from gputrain_tui.console.screens.compare_screen import CompareScreen
 from gputrain_tui.console.screens.confirm import LEAST_KEY_GAP_S
 from gputrain_tui.console.screens.history_screen import HistoryScreen
-from gputrain_tui.console.widgets.run_list import RunList, columns_for, draw_run
+from gputrain_tui.console.widgets.run_list import SORT_KEYS, RunList, columns_for, draw_run
 from gputrain_tui.history.notes import Notes, read_notes
+from gputrain_tui.history.run_columns import BEST
 from gputrain_tui.history.run_folders import Run, list_runs
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.history.summary import summarize
@@ -51,16 +52,32 @@ def test_a_runs_line_fits(width: int, root: Path) -> None:
     assert len(row_text(draw_run(entry, width, columns_for(width, [entry]), number=1))) == width
 
 
+def test_the_best_validation_has_a_column_where_it_is_not_the_newest(root: Path) -> None:
+    entry = {**summarize(run_dir(root, "one"), now=T0), "valid": 0.5}
+    best = {"value": 0.912, "step": 300, "metric": "accuracy", "maximize": True}
+    newest = {"value": 0.5, "step": 400, "metric": "loss", "maximize": False}
+    lines = [{**entry, "best_valid": best}, {**entry, "best_valid": newest}]
+    columns = columns_for(198, lines)
+    first, second = (row_text(draw_run(line, 198, columns, number=None)) for line in lines)
+    assert "   0.5000  accuracy 0.9120 at 300  " in first
+    assert "accuracy" not in second
+    assert "best_valid" not in [column.key for column in columns_for(198, lines[1:])]
+    assert BEST in SORT_KEYS
+
+
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60)])
 @in_loop
 async def test_no_run_offers_the_demo(size: tuple[int, int]) -> None:
     app = quiet_app()
-    async with app.run_test(size=size) as pilot:
+    async with app.run_test(size=size, notifications=True) as pilot:
         await open_screen(pilot, history())
         assert "No run yet." in screen_text(app)
         assert "d trains the demo" in screen_text(app)
         await pilot.press("enter", "space", "c", "r", "e", "S", "x")
         assert app.place == "history"
+        await pilot.press("3")
+        await settle(pilot)
+        assert "no run yet; d trains the demo, 2 opens a recipe" in screen_text(app)
 
 
 @in_loop
@@ -286,12 +303,14 @@ async def test_a_note_and_tags_are_written_to_the_run_under_the_cursor(three_run
 @in_loop
 async def test_a_recipe_is_launched_again_with_edits_and_the_runs_own_stays(three_runs: list[Run]) -> None:
     app = quiet_app()
-    async with app.run_test(size=(120, 40)) as pilot:
+    write_status(three_runs[2].dir, msgspec.structs.replace(three_runs[2].status, workdir="/elsewhere"))
+    async with app.run_test(size=(120, 40), notifications=True) as pilot:
         await open_screen(pilot, history())
         await pilot.press("e")
         await settle(pilot)
         assert app.place == "launch"
         assert three_runs[2].id in screen_text(app)
+        assert "was started in /elsewhere; its relative paths now begin in" in screen_text(app)
         await pilot.press("s")
         await settle(pilot)
         assert app.screen.has_class("-editing"), "it is saved under another name"

@@ -503,7 +503,7 @@ async def test_charts_change_their_axis_window_and_smoothing(tmp_path: Path) -> 
         await press(pilot, "y", "w", "w", "m")
         text = "\n".join(rows(app))
         assert "last 100" in text
-        assert "smooth over 10 steps" in text
+        assert text.count("smooth over 10 steps") == 2, "of the loss and of the wait"
 
 
 @played

@@ -120,8 +120,8 @@ def test_runs_are_compared_by_steps_a_second_where_samples_are_not_known() -> No
     assert not found.series.axis.has("samples")
     assert found.points(4, over_time=False, measure="steps_per_s").values == pytest.approx([20.0] * 4)
     assert all(value != value for value in found.points(4, over_time=False, measure="samples_per_s").values)
-    line = OverlayLine(name="one", values=[], value=float("nan"), rate=found.rates.rate)
-    assert "steps/s        20 " in row_text(legend([line], 140)[0])
+    line = OverlayLine(name="one", values=[], rate=found.rates.rate)
+    assert "steps/s      20.0 " in row_text(legend([line], 140)[0])
 
 
 def test_a_reason_that_no_step_is_seen_stands_in_the_header_until_a_step_is() -> None:

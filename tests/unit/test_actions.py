@@ -27,11 +27,12 @@ from gputrain_tui.console.widgets.drawing import row_cells
 from gputrain_tui.console.widgets.findings import Findings
 from gputrain_tui.console.widgets.key_bar import draw_keys
 from gputrain_tui.console.widgets.log_view import LogView
+from gputrain_tui.console.widgets.stack_view import GroupsView
 
 
 def places() -> dict[str, type]:
     """Every place of the table with the class that has its actions."""
-    found: dict[str, type] = {EVERYWHERE: GputrainApp, "log": LogView, "text": Findings}
+    found: dict[str, type] = {EVERYWHERE: GputrainApp, "log": LogView, "findings": Findings, "text": GroupsView}
     for module in pkgutil.iter_modules(screens.__path__):
         loaded = importlib.import_module(f"{screens.__name__}.{module.name}")
         for _, value in inspect.getmembers(loaded, inspect.isclass):

@@ -9,7 +9,7 @@ from gputrain_tui.console.widgets.overlay_chart import OverlayLine, draw_overlay
 from gputrain_tui.history.comparison import CurveHistory, CurvePoints, DifferingValues, differences, resampled
 from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.model import Recipe
-from trainer.contract.record import Metrics, RunEnded, RunStarted, Step, Validation
+from trainer.contract.record import Metrics, RunEnded, RunStarted, Step, TrainingPlan, Validation
 
 BASE = 'name = "one"\n[train]\ntask = "lm"\nlr = 0.1\n[task]\ndata = "stdlib"\n'
 
@@ -129,12 +129,25 @@ def test_a_run_that_ended_within_one_event_is_drawn_from_its_first_step_to_its_l
     assert found.seconds_at(2) == pytest.approx(0.2)
 
 
-def test_the_best_validation_is_the_least_loss_of_the_valid_split() -> None:
+def test_the_figures_of_a_run_are_its_newest_loss_and_validation_and_its_best_one() -> None:
     found = history(1, 1.0)
-    assert found.best_validation is None
+    assert (found.validations.newest(), found.validations.best) == (None, None)
+    plan = {"world_size": 2, "updates_per_epoch": 2, "samples_per_epoch": 2}
+    found.apply(TrainingPlan(time=1.0, best_metric="accuracy", best_is_highest=True, **plan))
     for split, loss in (("valid", 3.0), ("valid", 2.0), ("test", 1.0), ("valid", 2.5)):
-        found.apply(Validation(time=1.0, step=1, epoch=1, split=split, loss=loss))  # type: ignore[arg-type]
-    assert found.best_validation == 2.0
+        metrics = {"accuracy": 1 / loss}
+        found.apply(Validation(time=1.0, step=1, epoch=1, split=split, loss=loss, metrics=metrics))  # type: ignore[arg-type]
+    newest, best = found.validations.newest(), found.validations.best
+    assert newest is not None
+    assert newest.loss == 2.5
+    assert best is not None
+    assert (best.metric, best.value) == ("accuracy", 0.5)
+    for rank in (0, 1):
+        found.apply(Step(time=2.0, rank=rank, step=2, epoch=1, steps=1, samples=1, step_ms=1.0, non_finite=["loss"]))
+    line = OverlayLine(name="one", values=[], loss=found.loss, valid=newest.loss, best=best)
+    assert row_text(legend([line], 120)[0]).split()[3:] == [
+        "loss", "nan", "valid", "2.5000", "best", "accuracy", "0.5000", "samples/s", "–", "sync", "–",
+    ]  # fmt: skip
 
 
 def test_a_shorter_run_ends_before_the_end_of_a_common_axis() -> None:
@@ -148,7 +161,7 @@ def test_a_shorter_run_ends_before_the_end_of_a_common_axis() -> None:
 def test_an_axis_may_begin_where_resumed_runs_went_on() -> None:
     line = resampled(CurvePoints(at=[80.0, 90.0], values=[1.0, 2.0]), 20, 100.0, first=80.0)
     assert (line[0], line[10]) == (1.0, 2.0)
-    rows = draw_overlay([OverlayLine(name="on", values=line, value=2.0)], 60, 8, first=80, last=100)
+    rows = draw_overlay([OverlayLine(name="on", values=line, loss=2.0)], 60, 8, first=80, last=100)
     labels = row_text(rows[-1]).split()
     assert labels[0] == "80"
     assert labels[-1] == "100"
@@ -161,7 +174,7 @@ def test_gaps_stay_out_and_no_step_is_an_empty_curve() -> None:
 
 
 def lines_of(*values: list[float]) -> list[OverlayLine]:
-    return [OverlayLine(name=f"run-{index}", values=line, value=line[-1]) for index, line in enumerate(values)]
+    return [OverlayLine(name=f"run-{index}", values=line, loss=line[-1]) for index, line in enumerate(values)]
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 12), (40, 6), (20, 3), (9, 2), (200, 40)])

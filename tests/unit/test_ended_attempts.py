@@ -19,7 +19,7 @@ from gputrain_tui.report.load_report import read_run_record, run_facts
 from gputrain_tui.report.run_report import past_findings, run_report
 from gputrain_tui.state import RunState
 from gputrain_tui.state.ended_attempts import MAX_EVENTS, EndedAttempts, is_left_standing
-from trainer.contract.record import AnyEvent, Finding, Step
+from trainer.contract.record import AnyEvent, Failure, Finding, Step
 
 
 def finding(kind: str, at: float, state: str = "raised", *, rank: int | None = 1) -> Finding:
@@ -127,3 +127,12 @@ def test_a_run_that_is_restarted_for_ever_keeps_a_bounded_memory() -> None:
         attempts.follow(cleared, [raised], step_time=0.0)
     assert attempts.over_with(cleared) == f"attempt {number}"
     assert attempts.over_with(finding("straggler", 0)) == ""
+
+
+def test_a_failure_is_over_with_its_attempt_and_stands_in_the_newest_one() -> None:
+    state = RunState(world_size=2)
+    failures = [Failure(time=BEGIN + at, kind="exception", rank=1, message=f"at {at}") for at in (5, 12, 16)]
+    for event in (failures[0], ENDED, failures[1], over("restarted", 14, 2), failures[2]):
+        state.apply(event)
+    found = [(entry.message, entry.over_with) for entry in finding_entries(state) if entry.severity == "critical"]
+    assert found == [("exception: at 16", ""), ("exception: at 12", "attempt 2"), ("exception: at 5", "attempt 1")]

@@ -7,7 +7,7 @@ from row_texts import row_text
 
 from gputrain_tui.console.widgets.hardware_lines import draw_hardware
 from gputrain_tui.history import hardware_series
-from gputrain_tui.history.hardware_series import HardwareSeries, TimeSeries
+from gputrain_tui.history.hardware_series import HardwareSeries, SeriesKey, TimeSeries
 from trainer.contract.record import GpuSample, NodeSample
 
 GIB = 1 << 30
@@ -80,3 +80,21 @@ def test_no_sample_is_an_empty_panel_and_a_column_without_one_has_the_value_befo
     columns = series.columns(0.0, 9.0, 3)
     assert columns == [1.0, 1.0, 3.0]
     assert all(map(math.isnan, TimeSeries().columns(0.0, 9.0, 3)))
+
+
+def test_a_host_keeps_its_lines_when_the_nodes_are_numbered_anew() -> None:
+    found = HardwareSeries()
+    with_spare = ("twin", "twin", "spare")
+    for second, hosts in enumerate([("a", "twin", "twin", "d"), ("twin", "twin", "d"), with_spare, with_spare]):
+        for node, host in enumerate(hosts):
+            found.apply(NodeSample(time=float(second), node=node, host=host, cpu_percent=10.0 * second + node))
+    assert found.hosts == ["a", "twin", "twin", "d", "spare"]
+    assert [(key.machine, each.newest, each.greatest) for key, each in found.series(first=2)] == [
+        (4, 32.0, 32.0), (1, 30.0, 30.0), (2, 31.0, 31.0), (0, 0.0, 0.0), (3, 12.0, 12.0),
+    ]  # fmt: skip
+    lines = [row_text(row).split() for row in draw_hardware(found, 120, 10)]
+    assert lines[1][:5] == ["twin", "use", "%", "30.00", "peak"]
+    assert lines[4][:6] == ["a", "use", "%", "–", "peak", "0.000"], "a host that the run has lost has no newest value"
+    lost, left = (dict(found.series())[SeriesKey(machine, -1, "use %")] for machine in (3, 4))
+    assert [math.isnan(value) for value in lost.columns(0.0, 3.0, 3)] == [False, False, True]
+    assert [math.isnan(value) for value in left.columns(0.0, 3.0, 3)] == [True, True, False]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.contract.errors import RequestError
@@ -88,7 +89,7 @@ def _ranks_of(run: Run) -> str:
 
 
 async def relaunch(console: AppProtocol, run: Run) -> None:
-    """Open a run's recipe on the launch screen."""
+    """Open a run's recipe on the launch screen; where it was started in another folder, say where its paths begin."""
     from gputrain_tui.lifecycle.recipe_to_run import recipe_of
 
     try:
@@ -97,6 +98,9 @@ async def relaunch(console: AppProtocol, run: Run) -> None:
         console.report(str(error), alarm=True)
     else:
         await console.action_go("launch")
+        here = str(Path.cwd())
+        if run.status.workdir not in ("", here):
+            console.report(f"{run.id} was started in {run.status.workdir}; its relative paths now begin in {here}")
 
 
 def confirm_stop(console: AppProtocol, run: Run) -> None:

@@ -115,11 +115,11 @@ class BandChart(Panel):
             rank_line = series.smoothed_window(self.metric, fine, rank=rank, span=span, over=self.smoothing).middle
             rank_line = rank_line if x.name == "step" else line_on_axis(rank_line, x, columns)
         under = [self._below(each, x, columns) for each in self.earlier]
-        notes = [f"┈ {each.name}" for each in self.earlier]
+        notes = [f"smooth over {self.smoothing:,} steps"] if self.smoothing else []  # first: it is kept
+        notes += [f"┈ {each.name}" for each in self.earlier]
         notes += [] if self.metric == "loss" else [f"mean of the {self.live.state.span}"]
         notes += [] if self.last is None or self.view.span else [f"last {self.last:,}"]
         notes += [f"steps {x.first_step:,}–{x.last_step:,}"] if self.view.span else []
-        notes += [f"smooth over {self.smoothing:,} steps"] if self.smoothing else []
         cells = columns // 2
         cursor = None if self.view.cursor is None else x.column(self.view.cursor, columns)
         readout = None if cursor is None else self._readout(cursor, window, rank_line, under, x, columns)

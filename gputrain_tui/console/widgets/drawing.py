@@ -37,6 +37,11 @@ def crop(text: str, width: int) -> str:
     return set_cell_size(text, width - 1) + "…" if width > 0 else ""
 
 
+def crop_start(text: str, width: int) -> str:
+    """Return a text, such as a path, cropped to ``width`` cells, with an ellipsis before its end if it was longer."""
+    return crop(text[::-1], width)[::-1]
+
+
 def pad(text: str, width: int) -> str:
     """Return a text cropped or padded to ``width`` cells, left-aligned."""
     text = crop(text, width)

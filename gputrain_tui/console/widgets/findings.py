@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from textual import events
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.message import Message
 
 from gputrain_tui.console.actions import bindings
@@ -70,7 +70,7 @@ def finding_entries(state: RunState) -> list[FindingEntry]:
     others = [failure for failure in state.failures if failure != cause]
     lost = [failure for failure in others if cause is not None and failure.kind == "lost_peer"]
     entries = [_failed(cause)] if cause is not None else []
-    entries += [_failed(failure) for failure in others if failure not in lost]
+    entries += [_failed(each, state.ended_attempts.failed_in(each.time)) for each in others if each not in lost]
     if cause is not None and lost:
         entries.append(_lost(cause, lost))
     for finding, stands, members in newest_findings_with_members(state):
@@ -98,7 +98,7 @@ def _raised(finding: Finding, members: Sequence[Finding] = (), *, cleared: bool,
         rank=finding.rank,
         where=" ".join(filter(None, (finding.host, (finding.device or "").partition(" ")[0]))),
         message=printable(finding.message or finding.kind.replace("_", " ")),
-        ranks=int(finding.evidence.get("ranks", 1)) if finding.kind == "straggler" else 1,
+        ranks=_rank_count(finding),
         short=printable(finding_summary(finding)),
         evidence=tuple(finding.evidence.items()),
         advice=printable(finding.advice),
@@ -106,7 +106,14 @@ def _raised(finding: Finding, members: Sequence[Finding] = (), *, cleared: bool,
     )
 
 
-def _failed(failure: Failure) -> FindingEntry:
+def _rank_count(finding: Finding) -> int:
+    """Return the number of ranks that a finding is about."""
+    if finding.kind == "non_finite":
+        return max(len(finding.ranks), 1)
+    return int(finding.evidence.get("ranks", 1)) if finding.kind == "straggler" else 1
+
+
+def _failed(failure: Failure, over_with: str = "") -> FindingEntry:
     at = f" at step {failure.step:,}" if failure.step is not None else ""
     kind = "" if failure.kind == "signal" else failure_words(failure)  # its message names it
     lead = f"{kind}{at}".strip()
@@ -114,6 +121,8 @@ def _failed(failure: Failure) -> FindingEntry:
         key=(FAILURE, failure.rank, failure.time),
         time=failure.time,
         severity="critical",
+        cleared=bool(over_with),
+        over_with=over_with,
         rank=failure.rank,
         where=failure.host or "",
         message=": ".join(filter(None, [lead, printable(failure.message)])),
@@ -172,7 +181,9 @@ def draw_findings(
     left += [(f"  {changes} change{'s' * (changes > 1)} of shares", "dim")] if changes else []
     shown = _shown(entries, width, height - 1, cursor, opened=opened, focused=focused)
     is_cut = not focused and sum(len(_line(entry, width)) for entry in entries) > len(shown)
-    hint = "f f shows all" if is_cut else "⏎ evidence and advice" if focused else ""
+    details = _details(entries[cursor], width)
+    is_open = bool(details) and any(row == details[0] for _, row in shown)
+    hint = "f f shows all" if is_cut else "⏎ evidence and advice" if focused and not is_open else ""
     title = title_row(width, left, [[(hint, "dim")]] if hint else [])
     return fit_rows([title, *(row for _, row in shown)], width, height)
 
@@ -323,10 +334,9 @@ class Findings(Panel, can_focus=True):
     BINDINGS: ClassVar[list[BindingType]] = [
         *MOVE_KEYS[:2],
         *MOVE_KEYS[4:],
-        Binding("enter", "open", "Evidence and advice", show=False),
-        *bindings("text"),
+        *bindings("findings"),
     ]
-    PLACE = "text"
+    PLACE = "findings"
 
     @dataclass
     class RankChosen(Message):

@@ -8,7 +8,17 @@ from pathlib import Path
 from types import MappingProxyType
 
 from gputrain_tui.console.widgets.canvas import Canvas, Heading, Listing
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, crop, fit_row, pad, title_row, wrap_text
+from gputrain_tui.console.widgets.drawing import (
+    EMPTY,
+    Row,
+    centred_text,
+    crop,
+    crop_start,
+    fit_row,
+    pad,
+    title_row,
+    wrap_text,
+)
 from gputrain_tui.recipe.files import RecipeFile
 from gputrain_tui.recipe.form_fields import ENV, Field, FieldMessage
 from gputrain_tui.recipe.values import value_text
@@ -132,7 +142,8 @@ class Form(Listing[Field]):
         return line.key
 
     def head(self, width: int) -> list[Row]:
-        return [title_row(width, [(printable(self.title_text), "title")], self.rights)]
+        title = crop_start(printable(self.title_text), max(width - 20, 12))  # leaves cells for what was changed
+        return [title_row(width, [(title, "title")], self.rights)]
 
     def row(self, line: Field, width: int) -> Row:
         pointed = self.has_focus and line is self.current  # the background alone is told by colour

@@ -23,8 +23,8 @@ def draw_hardware(hardware: HardwareSeries, width: int, height: int, *, first: i
     rows = [title_row(width, left, rights)]
     before: tuple[int, int] | None = None
     for key, values in series[: height - 1]:
-        rows.append(_line(hardware, key, values, width, named=(key.node, key.gpu) != before))
-        before = key.node, key.gpu
+        rows.append(_line(hardware, key, values, width, named=(key.machine, key.gpu) != before))
+        before = key.machine, key.gpu
     return [fit_row(row, width) for row in rows]
 
 
@@ -34,14 +34,15 @@ def _line(hardware: HardwareSeries, key: SeriesKey, series: TimeSeries, width: i
     top = series.limit or shared_scale * series.greatest
     values = series.columns(hardware.begin, hardware.end, cells)
     bars = "".join(bar_below(value, top) for value in values)
-    host = printable(hardware.hosts[key.node])
+    host = printable(hardware.hosts[key.machine])
     where = host if key.gpu < 0 else f"{host} GPU {key.gpu}"
+    newest = series.newest if key.machine in hardware.machine_of_node.values() else None  # the run has lost it
     return [
         (" ", "base"),
         (pad(where if named else "", NAME_CELLS - 16), "bright"),
         (" ", "base"),
         (pad(key.quantity, 14), "dim"),
-        (format_value(series.newest).rjust(8), "bright"),
+        (format_value(newest).rjust(8), "bright"),
         (f"  peak {format_value(series.greatest)}".ljust(VALUE_CELLS - 8), "dim"),
         (bars, "accent" if series.limit and series.newest > 0.9 * series.limit else "bar"),
     ]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
 from time import perf_counter
 from typing import ClassVar
 
@@ -28,17 +27,17 @@ from gputrain_tui.console.widgets.drawing import (
     centred_text,
     fit_row,
     fit_rows,
-    format_short,
     merge,
     pad,
     title_row,
 )
-from gputrain_tui.headless.number_text import loss_text
+from gputrain_tui.headless.number_text import loss_text, number
 from gputrain_tui.history.comparison import CurveHistory, Measure, resampled
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle.live_run import BACKLOG_PAUSE_S, POLL_BUDGET_S, PORTION_BYTES
+from gputrain_tui.state.best_validation import BestValidation
 from gputrain_tui.tables import duration, printable
 
 
@@ -49,8 +48,11 @@ class OverlayLine:
     name: str
     values: Sequence[float]
     """A value per column, two columns per cell; NaN: none."""
-    value: float
-    best: float | None = None
+    loss: float | None = None
+    """Newest loss, nats; NaN where it is not a number, None before the first step."""
+    valid: float | None = None
+    """Loss of the newest validation, nats."""
+    best: BestValidation | None = None
     rate: tuple[float | None, str] = (None, "samples/s")
     """Mean rate and its unit, ``samples/s`` or ``steps/s``."""
     sync_share: float | None = None
@@ -123,28 +125,38 @@ def _numbers(drawn: Sequence[Sequence[Sequence[int | None]]], cells: int) -> dic
 
 
 def legend(lines: Sequence[OverlayLine], width: int) -> list[Row]:
-    """Return a line per run: number, colour, name, newest loss, best validation loss; in wide panels more."""
-    wide_legend_cells = 100  # fewest cells of a legend with throughput and synchronisation
+    """Return a line per run: number, colour, name, newest loss and validation loss; in wide panels more."""
+    wide_legend_cells = 110  # fewest cells of a legend with throughput, synchronisation and the best validation
     is_wide = width >= wide_legend_cells
-    names = max(width - 7 - 2 * 14 - (36 if is_wide else 0), 8)
+    bests = [_best_text(line.best) if is_wide else "" for line in lines]
+    best_cells = max(map(len, bests), default=0)
+    names = max(width - 7 - 2 * 14 - (36 if is_wide else 0) - best_cells, 8)
     rows = []
-    for index, line in enumerate(lines):
-        loss = loss_text(line.value if isfinite(line.value) else None)
+    for index, (line, best) in enumerate(zip(lines, bests, strict=True)):
         row: Row = [
             (f" {index + 1} ━━ ", f"curve-{index}"),
             (pad(printable(line.name), names), "bright"),
             ("  loss", "dim"),
-            (loss.rjust(8), "bright"),
+            (loss_text(line.loss).rjust(8), "bright"),
             (" valid", "dim"),
-            (loss_text(line.best).rjust(8), "bright"),
+            (loss_text(line.valid).rjust(8), "bright"),
         ]
         if is_wide:
             value, unit = line.rate
-            rate = EMPTY if value is None else format_short(value, 9).strip()
+            rate = EMPTY if value is None else number(value)
             waited = EMPTY if line.sync_share is None else f"{line.sync_share:.1%}"
+            row += [(best.ljust(best_cells), "dim")]
             row += [(unit.rjust(11), "dim"), (rate.rjust(10), "bright"), ("  sync", "dim"), (waited.rjust(8), "bright")]
         rows.append(fit_row(row, width))
     return rows
+
+
+def _best_text(best: BestValidation | None) -> str:
+    """Return the best validation with its metric, such as `` best accuracy 0.9120``; empty without one."""
+    if best is None:
+        return ""
+    metric = "" if best.metric == "loss" else f"{printable(best.metric)} "
+    return f" best {metric}{best.value:.4f}"
 
 
 class CurveReader:
@@ -248,12 +260,14 @@ class OverlayChart(Canvas):
                 measure=measure,
                 own_metric=self.own_metric,
             )
+            newest = history.validations.newest()
             lines.append(
                 OverlayLine(
                     name=reader.run.id,
                     values=resampled(points, columns, last, first=first),
-                    value=history.loss,
-                    best=history.best_validation,
+                    loss=history.loss,
+                    valid=None if newest is None else newest.loss,
+                    best=history.validations.best,
                     rate=history.rates.rate,
                     sync_share=history.sync_share,
                 )

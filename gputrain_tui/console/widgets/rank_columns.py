@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from gputrain_tui.console.widgets.drawing import cell_count
 from gputrain_tui.console.widgets.table_columns import Column, fitting, number_column, text_column
 from gputrain_tui.row_filter import RowFilter
 from gputrain_tui.state import RankView
 from gputrain_tui.state.process_groups import ProcessGroup
+from gputrain_tui.state.rank_state import RANK_OUTCOMES
 from gputrain_tui.tables import GIB
+from trainer.contract.record import RankStateName
 
 Lateness = Mapping[int, float]
 """Lateness in ms by rank, from ``RunState.lateness``."""
@@ -22,6 +24,10 @@ PHASES = {
     "batch": "batch", "loss": "loss", "gradients": "gradients",
 }  # fmt: skip
 """Texts of the state column by phase, for a rank that has been in that phase for unusually long."""
+GOING = ("spawned", "joining", "ready", "training", "validating", "saving")
+NO_STEP, ENDED, UNKNOWN = "no step", "ended", "unknown"
+"""Texts of the state column: no step has come for long; no end was recorded by the rank, or by the run either."""
+STATES = (*get_args(RankStateName), *RANK_OUTCOMES, *dict.fromkeys(PHASES.values()), NO_STEP, ENDED, UNKNOWN)
 
 
 class RankRow(NamedTuple):
@@ -31,6 +37,10 @@ class RankRow(NamedTuple):
     late_ms: float | None
     in_steps: bool = False
     """Whether its rate is in steps a second, because no rank counts samples."""
+    standing_still: bool = False
+    """Whether no step has come for long."""
+    ended: str = ""
+    """State of a rank that recorded no end of a run that is over; empty while the run goes on."""
 
 
 def rate_in_steps(views: Iterable[RankView]) -> bool:
@@ -40,7 +50,12 @@ def rate_in_steps(views: Iterable[RankView]) -> bool:
 
 def _state(row: RankRow) -> str | None:
     """Return a rank's state; in a step that takes unusually long, the phase."""
-    return PHASES[row.view.phase] if row.view.phase is not None else row.view.display_state
+    view = row.view
+    if row.ended and view.display_state in GOING:
+        return row.ended
+    if view.phase is not None:
+        return PHASES[view.phase]
+    return NO_STEP if row.standing_still and view.display_state == "training" else view.display_state
 
 
 def _use(row: RankRow) -> float | None:
@@ -61,9 +76,16 @@ def _mean_ms(key: str, title: str, width: int, order: int) -> Column[RankRow]:
     return number_column(key, width, order, lambda row: row.view.sums.mean_phase_ms(key), title=title, digits=1)
 
 
-def _of_step(key: str, title: str, width: int, order: int, field: str, digits: int) -> Column[RankRow]:
-    """Return the column of a field of a rank's newest step event."""
-    return number_column(key, width, order, lambda row: getattr(row.view.last, field, None), title=title, digits=digits)
+def _of_step(
+    key: str, title: str, width: int, order: int, field: str, digits: int, *, of: str = "last"
+) -> Column[RankRow]:
+    """Return the column of a field of one of a rank's step events, by default its newest one."""
+
+    def value(row: RankRow) -> float | None:
+        figure: float | None = getattr(getattr(row.view, of), field, None)
+        return figure
+
+    return number_column(key, width, order, value, title=title, digits=digits)
 
 
 SHARE = "share"
@@ -72,12 +94,13 @@ COLUMNS: tuple[Column[RankRow], ...] = (
     number_column("rank", 4, 0, lambda row: row.view.rank),
     text_column("host", 4, 4, lambda row: row.view.host, role="quiet"),
     text_column("device", 7, 13, lambda row: row.view.device and row.view.device.partition(" ")[0], role="quiet"),
-    text_column("state", 9, 6, _state, form=lambda state, width: state.replace("validating", "validate")),
+    text_column("state", 9, 6, _state, form=lambda state, width: state.replace("validating", "validate"),
+                allowed=STATES),
     _of_step("step", "step", 7, 1, "step", 0),
     number_column(SHARE, 6, 7, lambda row: row.view.share),
     number_column("loss", 7, 2, lambda row: row.view.loss, digits=4),
     _of_step("norm", "g.norm", 6, 12, "grad_norm", 3),
-    _of_step("local", "g.own", 6, 16, "local_grad_norm", 3),
+    _of_step("local", "g.own", 6, 16, "local_grad_norm", 3, of="own_norm"),
     number_column("rate", 7, 7, _rate, title="smp/s", digits=1),
     _mean_ms("data", "data ms", 7, 10),
     _mean_ms("forward", "fwd ms", 6, 9),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_rows, format_value, pad, title_row
 from gputrain_tui.console.widgets.panel import ClockPanel
-from gputrain_tui.console.widgets.rank_columns import PHASES
-from gputrain_tui.console.widgets.rank_table import GOING
+from gputrain_tui.console.widgets.rank_columns import GOING, PHASES
 from gputrain_tui.headless.number_text import loss_text, percent
 from gputrain_tui.state import RunState
 from gputrain_tui.tables import duration, printable, size
@@ -48,7 +47,8 @@ def facts(state: RunState, rank: int, now: float, *, standing_still: bool = Fals
         **rates,
         **share,
         "gradient norm": format_value(last.grad_norm if last else None),
-        "own grad norm": format_value(last.local_grad_norm if last else None),
+        "own grad norm": format_value(view.own_norm.local_grad_norm if view.own_norm else None),
+        **({"own norm step": f"{view.own_norm.step:,}"} if view.own_norm else {}),
         "step ms": format_value(sums.mean_step_ms),
         "data ms": format_value(sums.mean_phase_ms("data")),
         "forward ms": format_value(sums.mean_phase_ms("forward")),

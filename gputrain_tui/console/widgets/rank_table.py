@@ -30,7 +30,6 @@ from gputrain_tui.state import RankView
 from gputrain_tui.state.rank_state import RANK_OUTCOMES
 from gputrain_tui.tables import printable
 
-GOING = ("spawned", "joining", "ready", "training", "validating", "saving")
 HEAD_LINES = 2
 
 
@@ -134,7 +133,7 @@ def _titles(grid: GridView, columns: Sequence[PlacedColumn]) -> Row:
 
 def _line(grid: GridView, view: RankView, columns: Sequence[PlacedColumn]) -> Row:
     """Return one rank's line."""
-    row = RankRow(view, grid.late.get(view.rank), grid.in_steps)
+    row = RankRow(view, grid.late.get(view.rank), grid.in_steps, grid.standing_still, grid.ended)
     failed = view.display_state == "failed"
     warned = view.rank in grid.warned
     sign = ("▸ " if view.rank == grid.cursor else "  ", "accent")
@@ -155,10 +154,6 @@ def _line(grid: GridView, view: RankView, columns: Sequence[PlacedColumn]) -> Ro
             text = EMPTY.rjust(width)
         if column.key == "state":
             role = _state_role(view, failing=grid.failing)
-            if grid.standing_still and view.state == "training" and view.phase is None:
-                text = "no step".ljust(width)
-            if grid.ended and view.display_state in GOING:
-                text = grid.ended.ljust(width)
         elif column.key == "late" and warned:
             role = "warning"
         if text.strip() == EMPTY:

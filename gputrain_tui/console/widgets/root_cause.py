@@ -94,7 +94,8 @@ def draw_root_cause(root_cause: RootCause, width: int, most: int) -> list[Row]:
     head: Row = [(f"✗ {_headline(failure)}", "error"), (f"  {failure_words(failure)}", "warning")]
     at = time.strftime("%H:%M:%S", time.localtime(failure.time))
     rows: list[Row] = [title_row(width, head, [[(at, "dim")]])]
-    message = textwrap.wrap(printable(failure.message), max(width - 4, 20))[: 2 if most < 9 else 4]
+    most_lines = 2 if most < 9 else 4
+    message = textwrap.wrap(printable(failure.message), max(width - 4, 20), max_lines=most_lines, placeholder=" …")
     rows += [[("  ", "base"), (line, "title")] for line in message]
     others: list[Row] = [
         [(f"  {'' if number else 'meanwhile':<9}  ", "dim"), (line, "bright")]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, fit_rows, row_cells
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, crop, fit_rows, row_cells
 from gputrain_tui.console.widgets.panel import ClockPanel
 from gputrain_tui.diagnosis.roll_up import roll_up
 from gputrain_tui.headless.number_text import loss_text
@@ -120,7 +120,7 @@ def _names(head: RunHeading, width: int) -> Row:
         rest = [("   reading the record ", "dim"), (f"{head.reading:4.0%}", "accent")]
     elif head.eta_s is not None and head.status == "running" and not is_long:
         rest = [("   left ", "dim"), (duration(head.eta_s).rjust(7), "bright")]
-    name: Row = [(printable(head.name), "title")]
+    name: Row = [(crop(printable(head.name), max(width // 3, 12)), "title")]
     free = width - row_cells(left) - row_cells([*elapsed, *rest]) - row_cells(name) - 6
     if (rest or is_wrong) and head.condition and row_cells(head.condition[0]) + 3 > free:
         free += row_cells(elapsed)  # a finding is more important than the elapsed time

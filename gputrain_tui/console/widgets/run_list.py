@@ -23,10 +23,12 @@ from gputrain_tui.console.widgets.run_header import sign_of
 from gputrain_tui.console.widgets.table_columns import Column, fitting, number_column, text_column
 from gputrain_tui.history.comparison import MAX_RUNS, MIN_RUNS
 from gputrain_tui.history.run_columns import (
+    BEST,
     METRIC,
     NEWEST_FIRST,
     RUN_COLUMNS,
     Entry,
+    best_cell,
     message_text,
     metric_names,
     metrics_text,
@@ -37,7 +39,7 @@ from gputrain_tui.history.summary import UNREADABLE
 from gputrain_tui.row_filter import RowFilter, Value
 from gputrain_tui.tables import duration, evaluation, of_weights, printable
 
-SORT_KEYS = ("started", "state", "step", "loss", "valid", "lr", "tokens", "took", "recipe", "tags")
+SORT_KEYS = ("started", "state", "step", "loss", "valid", BEST, "lr", "tokens", "took", "recipe", "tags")
 
 
 def _loss(value: float, width: int) -> str:
@@ -62,6 +64,7 @@ COLUMNS: tuple[Column[Entry], ...] = (
     number_column("step", 8, 1, _value("step"), form=_count),
     number_column("loss", 7, 0, lambda entry: nan if entry["loss_is_nan"] else entry["loss"], form=_loss),
     number_column("valid", 7, 4, _value("valid"), form=_loss),
+    text_column(BEST, 24, 6, best_cell, form=lambda value, width: crop(printable(value), width)),
     number_column("lr", 8, 7, _value("lr"), form=lambda value, width: f"{value:.3g}", role="dim"),
     number_column("tokens", 8, 8, _value("tokens"), form=lambda value, width: format_short(value).strip(), role="dim"),
     number_column("took", 9, 2, _value("took"), form=lambda value, width: duration(value)),
@@ -70,7 +73,7 @@ COLUMNS: tuple[Column[Entry], ...] = (
     text_column("metrics", 24, 9, lambda entry: metrics_text(entry) or None),
 )
 """From left to right."""
-SPARSE = ("valid", "lr", "tokens", "tags", "metrics")
+SPARSE = ("valid", BEST, "lr", "tokens", "tags", "metrics")
 """Columns that are left out if no run has a value."""
 BEFORE_CELLS = 17
 """Cells of a line besides the run's id and the columns."""
@@ -236,27 +239,33 @@ class RunCard(Canvas):
     entry: Entry | None = None
 
     def draw(self, width: int, height: int) -> list[Row]:
-        return [fit_row(row, width) for row in self.details(width)[:height]]
+        rows = self.details(width)
+        if len(rows) > height:
+            rows = [*rows[: height - 1], [("… ⏎ opens the run", "dim")]]
+        return [fit_row(row, width) for row in rows[:height]]
 
     def details(self, width: int) -> list[Row]:
-        """Return all details, the most important first; message and finding are wrapped."""
+        """Return all details, the most important first, but the note before a long message; that is wrapped."""
         entry = self.entry
         if entry is None:
             return []
         sign, role = sign_of(entry["state"], flagged=bool(entry["finding"]))
         rows: list[Row] = [title_row(width, [(printable(entry["id"]), "title"), (f"  {sign} {entry['state']}", role)])]
+        if entry["note"] or entry["tags"]:
+            tags = [(f"[{printable(tag)}] ", "accent") for tag in entry["tags"] or ()]
+            rows.append([("note     ", "dim"), *tags, (printable(entry["note"] or ""), "bright")])
         if entry["message"]:
             role = "error" if entry["state"] == "failed" else "bright"
             rows += [[(line, role)] for line in wrap_text(printable(message_text(entry)), width)]
         if entry["finding"]:
             finding = f"{entry['state']}, with {printable(entry['finding'])}"
             rows += [[(line, "warning")] for line in wrap_text(finding, width)]
-        if entry["note"] or entry["tags"]:
-            tags = [(f"[{printable(tag)}] ", "accent") for tag in entry["tags"] or ()]
-            rows.append([("note     ", "dim"), *tags, (printable(entry["note"] or ""), "bright")])
         if (tested := entry.get("tested")) is not None:
             shown = evaluation(of_weights(tested["weights_step"]), tested["loss"], tested["metrics"])
             rows.append([(f"{tested['split']:<9}", "dim"), (printable(shown), "bright")])
+        if best := best_cell(entry):
+            rows.append([("best     ", "dim"), (printable(best), "bright"), ("   newest  ", "dim"),
+                         (cell_text(entry, "valid"), "bright")])  # fmt: skip
         started, recipe = cell_text(entry, "started"), cell_text(entry, "recipe")
         rows.append([("started  ", "dim"), (started, "bright"), ("   recipe  ", "dim"), (recipe, "bright")])
         rows.append([("folder   ", "dim"), (printable(entry["run_dir"]), "dim")])

@@ -47,9 +47,13 @@ def text_column(
     *,
     form: Callable[[Any, int], str] = lambda value, width: printable(value).replace("\t", " ") or EMPTY,
     role: str = "bright",
+    allowed: Sequence[str] = (),
 ) -> Column[Item]:
     """Return a left-aligned column, whose title is its key."""
-    return Column(key=key, title=key, width=width, order=order, is_number=False, value=value, form=form, role=role)
+    return Column(
+        key=key, title=key, width=width, order=order, is_number=False, value=value, form=form, role=role,
+        allowed=allowed,
+    )  # fmt: skip
 
 
 def number_column(

@@ -9,11 +9,13 @@ from gputrain_tui.console.widgets.drawing import (
     cell_count,
     centred_text,
     crop,
+    crop_start,
     fit_row,
     format_value,
     pad,
     title_row,
 )
+from gputrain_tui.console.widgets.form import Form
 from gputrain_tui.console.widgets.rank_columns import rank_filter
 from gputrain_tui.console.widgets.rank_table import GridView, draw_grid
 from gputrain_tui.console.widgets.rendezvous_panel import (
@@ -32,10 +34,20 @@ def test_cells_are_counted_as_a_terminal_counts_them(text: str) -> None:
     assert cell_count(text) == cell_len(text)
 
 
+def test_the_title_of_the_form_has_the_end_of_a_long_path_and_what_was_changed() -> None:
+    form = Form()
+    form.title_text = "/data/state/gputrain/runs/20261128-222810-a-name/recipe.toml"
+    form.rights = [[("2 changes", "accent")]]
+    (title,) = form.head(58)
+    assert row_text(title).startswith("…ns/20261128-222810-a-name/recipe.toml")
+    assert row_text(title).endswith(" 2 changes")
+
+
 @pytest.mark.parametrize("wide", range(12))
 @pytest.mark.parametrize("text", SCRIPTS)
 def test_a_text_of_any_script_takes_exactly_the_room_it_is_given(text: str, wide: int) -> None:
     assert cell_len(crop(text, wide)) <= wide
+    assert cell_len(crop_start(text, wide)) <= wide
     assert cell_len(pad(text, wide)) == wide
     row: Row = [("ab", "dim"), (text, "bright"), ("c", "dim")]
     assert cell_len(row_text(fit_row(row, wide))) == wide

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from row_texts import row_text
 
 from gputrain_tui.console.widgets.findings import FindingEntry, draw_findings, finding_entries, finding_text
 from gputrain_tui.state import RunState
@@ -167,3 +168,10 @@ def test_an_opened_finding_that_is_too_long_shows_its_evidence(width: int, heigh
     text = " ".join(" ".join("".join(text for text, _ in row) for row in rows).split())
     for words in ("rank 1 stalled", "silent s 10.05", "prints its Python stack"):
         assert words in text
+
+
+@pytest.mark.parametrize(("height", "offered"), [(6, True), (30, False)])
+def test_the_title_offers_the_evidence_only_where_it_is_not_shown_yet(height: int, offered: bool) -> None:
+    rows = draw_findings([STALLED, LATE], 78, height, focused=True)
+    assert ("⏎ evidence and advice" in row_text(rows[0])) == offered
+    assert any("silent s" in row_text(row).replace("\xa0", " ") for row in rows) != offered

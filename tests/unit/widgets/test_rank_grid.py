@@ -15,11 +15,12 @@ from gputrain_tui.console.widgets.rank_columns import (
     rank_filter,
     sort_ranks,
 )
+from gputrain_tui.console.widgets.rank_facts import facts
 from gputrain_tui.console.widgets.rank_table import GridView, draw_grid
 from gputrain_tui.state import RankView
 from gputrain_tui.state.process_groups import ProcessGroup
 from trainer.contract.errors import RequestError
-from trainer.contract.record import Failure, RankState
+from trainer.contract.record import Failure, RankState, Step
 
 RUN = run_in_memory()
 RUN.apply(Failure(time=900.0, kind="exception", message="boom", rank=9, host="node001"))
@@ -88,6 +89,24 @@ def test_a_filter_that_keeps_nothing_is_named() -> None:
     assert "esc clears the filter" in "".join(map(row_text, frame))
 
 
+@pytest.mark.parametrize(("still", "ended", "shown"), [(True, "", "no step"), (True, "unknown", "unknown")])
+def test_a_rank_is_filtered_by_the_state_that_the_table_shows(still: bool, ended: str, shown: str) -> None:
+    frame = [row_text(row) for row in draw_grid(grid(standing_still=still, ended=ended), 118, 18)]
+    rows = [row_of(view)._replace(standing_still=still, ended=ended) for view in VIEWS]
+    kept = {row.view.rank for row in rows if rank_filter(f"state:{shown.split()[-1]}").keeps(row)}
+    assert kept == {rank for rank, line in enumerate(frame[2:]) if shown in line} == set(range(16)) - {9}
+
+
+def test_a_norm_that_is_not_measured_in_every_step_is_the_newest_one_in_table_and_facts() -> None:
+    run = run_in_memory(2, 2)
+    run.apply(Step(time=950.0, rank=1, step=96, epoch=1, steps=1, samples=1, loss=1.0, local_grad_norm=2.125))
+    run.apply(Step(time=951.0, rank=1, step=97, epoch=1, steps=1, samples=1, loss=1.0))
+    frame = [row_text(row) for row in draw_grid(grid(list(run.state.ranks.values())), 160, 6)]
+    assert frame[3][frame[1].index("g.own") - 1 :].split()[0] == "2.125"
+    shown = {name: value for name, value, _ in facts(run.state, 1, 952.0)}
+    assert (shown["step"], shown["own grad norm"], shown["own norm step"]) == ("97", "2.125", "96")
+
+
 def test_ranks_that_have_not_started_show_dashes() -> None:
     frame = [row_text(row) for row in draw_grid(grid([RankView(0), RankView(1)], late={}), 118, 6)]
     for rank, line in enumerate(frame[2:4]):
@@ -136,6 +155,7 @@ def test_sorting_keeps_equal_ranks_in_order_and_absent_values_last(key: str, des
         ("!host:001", set(range(8))),
         ("state:failed", {9}),
         ("state!=training", {9}),
+        ("state:lost", set()),
         ("late>40", {5}),
         ("late>=0 rank<3", {0, 1, 2}),
         ("device=cuda:1", {1, 9}),
@@ -156,6 +176,7 @@ def test_a_rank_must_match_every_word_of_a_filter(text: str, kept: set[int]) -> 
         ("rank:a", "such as rank:0-7,12"),
         ("host>3", "host is text"),
         ("bogus:1", "one of rank, host"),
+        ("state:failled", "no state is 'failled'; did you mean 'failed'"),
     ],
 )
 def test_an_invalid_filter_is_refused_with_the_allowed_terms(text: str, complaint: str) -> None:

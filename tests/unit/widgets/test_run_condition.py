@@ -6,6 +6,7 @@ import pytest
 from row_texts import row_text
 
 from gputrain_tui.console.widgets.drawing import row_cells
+from gputrain_tui.console.widgets.findings import finding_entries
 from gputrain_tui.console.widgets.run_header import LEAST_STEPS, RunHeading, draw_header, run_condition
 from gputrain_tui.diagnosis import KINDS
 from gputrain_tui.state import RunState
@@ -46,6 +47,35 @@ def test_critical_findings_come_first() -> None:
     assert condition_rows(late(0, 500.0), Finding(time=3.0, kind="non_finite", rank=1, severity="critical"))[
         1
     ].startswith("✗ rank 1")
+
+
+def test_ranks_whose_loss_is_nan_are_all_named() -> None:
+    found = Finding(time=3.0, kind="non_finite", rank=0, ranks=[0, 1], severity="critical", message="NaN")
+    assert condition_rows(found) == ["✗ ranks 0, 1 NaN or infinite"]
+    (entry,) = finding_entries(state_with(found))
+    assert (entry.ranks, entry.short) == (2, "ranks 0, 1 NaN or infinite")
+
+
+@pytest.mark.parametrize("status", ["running", "finished"])
+def test_nan_on_many_ranks_is_in_the_header_of_80_cells(status: str) -> None:
+    found = Finding(time=3.0, kind="non_finite", rank=0, ranks=list(range(16)), severity="critical", step=201)
+    head = RunHeading(
+        status=status, name="bert", id="i", world_size=16, hosts=1, summary=RunFigures(), elapsed_s=65.0,
+        condition=run_condition(state_with(found), status),
+    )  # fmt: skip
+    text = row_text(draw_header(head, 80, 2)[0])
+    assert "NaN" in text
+    assert "ranks 0, 1, 2, … (16)" in text
+
+
+def test_a_long_name_leaves_space_for_the_finding_and_the_elapsed_time() -> None:
+    head = RunHeading(
+        status="running", name="long-" * 20, id="i", world_size=2, hosts=1, summary=RunFigures(), elapsed_s=65.0,
+        condition=[[("✗ rank 1 stalled", "error")]],
+    )  # fmt: skip
+    for width in (80, 120):
+        text = row_text(draw_header(head, width, 2)[0])
+        assert ("…   " in text and "   ✗ rank 1 stalled" in text, text.endswith(" 1:05 ")) == (True, True), text
 
 
 def test_a_gap_of_the_record_comes_before_figures_of_its_recorded_part() -> None:
