@@ -47,6 +47,9 @@ class _Position(msgspec.Struct):
 
 class _Schedule(msgspec.Struct):
     updates: Count
+    # Absent from checkpoints of earlier versions:
+    planned: Count = 0
+    end: Count = 0
 
 
 class _Best(msgspec.Struct):

@@ -192,12 +192,11 @@ class TrainingState:
             begins, ends = "starts from these weights", "ends; training continues from the plain weights"
             change = begins if self.average.enabled else ends
             reports.finding(ctx, "ema_on_resume", f"the average of the weights {change}")
-        self.schedule.load_state_dict(state["schedule"])
         self.scaler.load_state_dict(entries.scaler)
         if not fresh_data:
             self.data.train.load_state_dict(state["position"])
         self.balance.load_state_dict(entries.shares)
-        self.schedule.begin_epoch(self.data.train.position.epoch)
+        self.schedule.load_state_dict(state["schedule"], self.data.train, same_data=not fresh_data)
         if not fresh_best:
             self.validation.best.load_state_dict(state["best"])
         self.updates = self.saving.last_update = entries.updates
