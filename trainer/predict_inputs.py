@@ -237,7 +237,7 @@ def _rows(file: BinaryIO, name: str, size: int) -> Iterator[list[InputRow]]:
             for line in lines[start : start + size]:
                 number += 1
                 if is_json is None:
-                    line = line.removeprefix(BOM_UTF8)  # noqa: PLW2901
+                    line = line.removeprefix(BOM_UTF8)
                     is_json = line.lstrip().startswith(b"{")
                     if _HEADER.fullmatch(line):
                         raise RequestError(f"{name}, line 1: is the header of a table: {_NO_TABLE}")
