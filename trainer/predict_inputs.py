@@ -155,9 +155,10 @@ def _model_of_checkpoint(task: Any, checkpoint: Path, run: str, training: Traini
     """Return the model with a checkpoint's weights; restore the task's state."""
     from trainer.checkpoint import open_checkpoint, weights_of
     from trainer.engine.task_state import TASK_STATE, restore
+    from trainer.tasks.registry import is_same_task
 
     path, state, _ = open_checkpoint(checkpoint, flag="--checkpoint", run=run)
-    if state.get("task") not in (None, training.task):
+    if state.get("task") is not None and not is_same_task(str(state["task"]), training.task):
         raise RequestError(f"{path} is a checkpoint of task {state['task']}, not of {training.task}")
     if task_state := state.get(TASK_STATE):
         restore(task, task_state, source=str(path))

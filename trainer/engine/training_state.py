@@ -37,6 +37,7 @@ from trainer.engine.starting_point import StartingPoint
 from trainer.engine.task_state import TASK_STATE, difference, state_of, without_task_state
 from trainer.engine.validation import Validator
 from trainer.engine.worker_context import WorkerContext
+from trainer.tasks.registry import is_same_task
 from trainer.tasks.task import Task
 
 
@@ -153,7 +154,7 @@ class TrainingState:
     def difference_from(self, start: StartingPoint) -> str:
         """Describe how the task's state differs from that of the weights to start with; empty if it does not."""
         own = state_of(self.task)
-        if start.task and start.task != self.options.task:
+        if start.task and not is_same_task(start.task, self.options.task):
             return f"their task {start.task} has another state, which was not used" if start.task_state else ""
         if start.task_state is None:
             return without_task_state(start.source) if own else ""
