@@ -12,6 +12,7 @@ import re
 import sys
 import warnings
 from argparse import ArgumentParser
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -135,13 +136,13 @@ def _predictions(task: Any, model: Any, rows: Sequence[InputRow]) -> Iterator[An
     """Yield the predictions for rows; where they fail together, of each alone, up to the one that is to blame."""
     try:
         predictions = task.predict(model, rows)
-    except (RequestError, CheckpointError):
-        raise
     except Exception as error:  # of a task of the user's own, which may raise anything
         if len(rows) > 1:
             for row in rows:
                 yield from _predictions(task, model, [row])
             return
+        if isinstance(error, RequestError | CheckpointError):
+            raise
         message = f"{rows[0].where}: {type(task).__name__}.predict() fails: {error_line(error)}"
         where = innermost_user_line(error.__traceback__)
         raise RequestError(f"{message} ({where})" if where else message) from error
@@ -154,9 +155,10 @@ def _model_of_checkpoint(task: Any, checkpoint: Path, run: str, training: Traini
     """Return the model with a checkpoint's weights; restore the task's state."""
     from trainer.checkpoint import open_checkpoint, weights_of
     from trainer.engine.task_state import TASK_STATE, restore
+    from trainer.tasks.registry import is_same_task
 
     path, state, _ = open_checkpoint(checkpoint, flag="--checkpoint", run=run)
-    if state.get("task") not in (None, training.task):
+    if state.get("task") is not None and not is_same_task(str(state["task"]), training.task):
         raise RequestError(f"{path} is a checkpoint of task {state['task']}, not of {training.task}")
     if task_state := state.get(TASK_STATE):
         restore(task, task_state, source=str(path))
@@ -225,18 +227,27 @@ def _batches(task: Any, source: str, size: int) -> Iterator[list[InputRow]]:
 
 
 def _rows(file: BinaryIO, name: str, size: int) -> Iterator[list[InputRow]]:
-    """Yield the rows of a file's lines: JSON objects if the first one is one, else plain text."""
+    """Yield the rows of a file's lines: JSON objects if the first one is one, else plain text.
+
+    Those before a line that is refused are yielded first.
+    """
     number, is_json = 0, None
     for lines in _lines(file):
         for start in range(0, len(lines), size):
-            rows = []
+            rows: list[InputRow] = []
             for line in lines[start : start + size]:
                 number += 1
                 if is_json is None:
+                    line = line.removeprefix(BOM_UTF8)
                     is_json = line.lstrip().startswith(b"{")
                     if _HEADER.fullmatch(line):
                         raise RequestError(f"{name}, line 1: is the header of a table: {_NO_TABLE}")
-                rows.append(_row(line, f"{name}, line {number}", is_json=is_json))
+                try:
+                    rows.append(_row(line, f"{name}, line {number}", is_json=is_json))
+                except RequestError:
+                    if rows:
+                        yield rows
+                    raise
             yield rows
 
 

@@ -120,7 +120,8 @@ def result_lines(state: RunState, width: int) -> list[list[Piece]]:
             lines.append([(f"{split:<11}", "dim"), (text, "")])
     best, newest = state.validations.best, state.validations.newest()
     if best is not None and newest is not None and best.step != newest.step:
-        text = f"step {best.step}  {printable(best.metric)} {best.value:.4f}"
+        which = "" if best.metric == "loss" else "highest " if best.maximize else "lowest "
+        text = f"step {best.step}  {which}{printable(best.metric)} {best.value:.4f}"
         lines.append([("best valid ", "dim"), (text, "")])
     validated = validated_metrics(state.validations)  # these stand above
     lines += metric_lines({k: v for k, v in state.metrics.values().items() if k not in validated}, width)

@@ -275,7 +275,7 @@ def test_without_a_test_split_of_a_user_s_task_its_validation_is_evaluated(
             "--eval-only {folder}/dcp: the folder holds no checkpoint; torch.distributed.checkpoint wrote it",
         ),
         ({"eval_only": "{best}", "resume": "{best}"}, "--eval-only does not train, and --resume does: leave one"),
-        ({"eval_only": "{best}", "task": "other"}, "{best} is of task 'tested', but this run trains 'other'"),
+        ({"eval_only": "{best}", "task": "other"}, "{best} is of task 'tested', but this run's is 'other': a renamed"),
     ],
 )
 def test_a_wrong_eval_only_is_refused_in_one_line(

@@ -161,7 +161,7 @@ REASONS: dict[str, Flags] = {
     "max_updates 3 reached": ("--max-updates", 3),
     "max_epochs 1 reached": ("--max-epochs", 1),
     "stop_time 0.0001 minutes reached": ("--stop-time", 0.0001),
-    "no better loss in 2 validations": ("--patience", 2, "--lr", "1e-30"),
+    "no lower loss in 2 validations": ("--patience", 2, "--lr", "1e-30"),
     "the learning rate is not above min_lr 0.0004": (
         *("--min-lr", 0.0004, "--lr-scheduler", "polynomial_decay", "--total-num-update", 20),
     ),

@@ -182,5 +182,5 @@ def test_patience_alone_is_refused_by_ranks_whose_task_has_no_validation_data(tw
     for rank in two_ranks.run(train_on, "test_one_verdict:UnvalidatedTask", None, options):
         assert rank["error"] == (
             "--patience is 1, but nothing is validated, as the task has no validation data, and nothing would end this "
-            "training: set --max-epochs, --max-updates or --stop-time too"
+            "training: set --max-epochs, --max-updates or --stop-time in its place"
         )

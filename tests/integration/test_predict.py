@@ -58,11 +58,12 @@ def test_lines_and_objects_give_equal_predictions_and_those_of_the_exported_weig
     docnn: Path, typed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     texts = ["A good film", "bad bad unknown", "film"]
-    typed("\n".join(texts).encode())
+    typed("\n".join(texts).encode("utf-8-sig"))  # as programs on Windows write a file
     code, by_line, said = predicted(capfdbinary, docnn, "--", *DOCNN)
     assert (code, said) == (0, "")
     objects = tmp_path / "rows.jsonl"
-    objects.write_text("".join(json.dumps({"text": text, "other": 1}) + "\n" for text in texts))
+    lines = "".join(json.dumps({"text": text, "other": 1}) + "\n" for text in texts)
+    objects.write_text(lines, encoding="utf-8-sig")
     _, by_object, _ = predicted(capfdbinary, docnn, "--input", objects, "--batch", 2, "--", *DOCNN)
     assert [each["label"] for each in by_object] == [each["label"] for each in by_line]
     exported = tmp_path / "model.safetensors"
@@ -81,12 +82,12 @@ def test_lines_and_objects_give_equal_predictions_and_those_of_the_exported_weig
 @pytest.mark.parametrize(
     ("typed_in", "words", "lines", "text"),
     [
-        (b"{\"text\": \"a\"}\n{\"txt\": 1}\n", ["--batch=1"], 1,
+        (b"{\"text\": \"a\"}\n{\"txt\": 1}\n", [], 1,
          "standard input, line 2: there is no column 'text'; its columns are 'txt'"),
-        (b"{\"text\": \"a\"}\n\n", [], 0, "standard input, line 2: is empty, where the first line is a JSON object"),
-        (b"good\n\xff\n", [], 0, "standard input, line 2: is no UTF-8"),
+        (b"{\"text\": \"a\"}\n\n", [], 1, "standard input, line 2: is empty, where the first line is a JSON object"),
+        (b"good\n\xff\n", [], 1, "standard input, line 2: is no UTF-8"),
         (b"sentence\tlabel\ngood\t1\n", [], 0, "standard input, line 1: the text has a tab"),
-        (b"{\"text\": \"a\"}\nplain\n", [], 0, "standard input, line 2: is no JSON object like the first line"),
+        (b"{\"text\": \"a\"}\nplain\n", [], 1, "standard input, line 2: is no JSON object like the first line"),
         (b"text,label\r\ngood,1\n", [], 0, "standard input, line 1: is the header of a table: give the column of"),
         (b'"label","text"\n1,"good"\n', [], 0, "standard input, line 1: is the header of a table"),
         (b"", ["--input=none"], 0, "--input none: does not exist"),

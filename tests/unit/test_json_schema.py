@@ -53,7 +53,15 @@ RULES: list[tuple[str, dict[str, Any], str]] = [
         {"lr_scheduler": "wsd", "max_updates": 5},
         r"train\.lr_scheduler is wsd, which needs train\.decay",
     ),
-    ("train", {"decay_updates": 5}, r"train\.decay_updates is of train\.lr_scheduler wsd, and that is \w+"),
+    (
+        "train",
+        {"decay_updates": 5},
+        r"train\.\w+ is of train\.(optimizer|lr_scheduler|precision) [\w, ]+, and that is \w+: leave",
+    ),
+    ("train", {"decay_norms": False}, r"train\.decay_norms is false, but train\.weight_decay is 0"),
+    ("train", {"warmup_init_lr": 1e-5}, r"train\.warmup_init_lr needs train\.warmup_updates"),
+    ("train", {"curriculum": 1, "shuffle": False}, r"train\.curriculum is of shuffled data"),
+    ("train", {"keep_last_epochs": 1, "save_every_epochs": 0}, r"train\.keep_last_epochs keeps checkpoints of train"),
     (
         "train",
         {"lr_scheduler": "wsd", "max_updates": 9, "warmup_updates": 5, "decay_updates": 5},

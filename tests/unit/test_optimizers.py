@@ -11,7 +11,8 @@ from torch import nn
 
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
-from trainer.engine.optimizers import Schedule, build_optimizer, epochs_end, restore
+from trainer.data.batches import EpochBatches
+from trainer.engine.optimizers import Schedule, build_optimizer, epochs_end, falling_end, restore
 
 
 def parameters() -> list[nn.Parameter]:
@@ -21,6 +22,12 @@ def parameters() -> list[nn.Parameter]:
 def schedule(**options: Any) -> Schedule:
     training = Training(**options)
     return Schedule(training, build_optimizer(training, parameters()))
+
+
+def data(*, ranks: int = 1, epoch: int = 1, consumed: int = 0) -> EpochBatches:
+    train = EpochBatches(range(60), collate=list, batch_sizes=(10,) * ranks, rank=0, seed=1, shuffle=True)
+    train.load_state_dict({**train.state_dict(), "epoch": epoch, "consumed": consumed})
+    return train
 
 
 HETSEQ_MNIST = {"lr": (1.01,), "lr_scheduler": "polynomial_decay", "total_num_update": 50_000}
@@ -187,6 +194,15 @@ def test_a_group_keeps_the_ratio_of_its_learning_rate() -> None:
     assert built.lr == 0.0
 
 
+@pytest.mark.parametrize(("scales", "shown"), [((0.1, 1.0), 0.5), ((1.0, 0.1), 0.5), ((0.1, 0.2), 0.05)])
+def test_the_learning_rate_that_is_shown_is_that_of_the_options_where_a_group_has_it(
+    scales: tuple[float, ...], shown: float
+) -> None:
+    training = Training(lr=(0.5,))
+    groups = [{"params": parameters(), "lr": 0.5 * scale} for scale in scales]
+    assert Schedule(training, build_optimizer(training, groups)).lr == pytest.approx(shown)
+
+
 def test_a_list_of_learning_rates_has_one_per_epoch_and_the_last_for_all_that_follow() -> None:
     built = schedule(lr=(0.1, 0.05, 0.01), warmup_updates=4)
     rates = []
@@ -210,8 +226,40 @@ def test_a_resumed_schedule_continues_at_the_saved_update() -> None:
     options = {"lr": (0.7,), "lr_scheduler": "cosine", "warmup_updates": 3, "max_updates": 20}
     straight, resumed = schedule(**options), schedule(**options)
     straight.step(13)
-    resumed.load_state_dict(straight.state_dict())
+    resumed.load_state_dict(straight.state_dict(), data())
     assert resumed.lr == straight.lr == straight.lr_at(13)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "done", "changes", "end"),
+    [
+        (2, 2, 6, {}, 12),
+        (1, 2, 12, {}, 18),  # a training of 2 ranks from the start ends at 12
+        (2, 1, 6, {}, 18),
+        (2, 1, 6, {"update_freq": (2, 4)}, 10),
+        (2, 2, 6, {"max_epochs": 6}, 18),
+        (1, 2, 12, {"total_num_update": 15}, 15),
+    ],
+)
+def test_a_resumed_schedule_over_epochs_ends_with_the_last_of_them(
+    before: int, now: int, done: int, changes: dict[str, Any], end: int
+) -> None:
+    options: dict[str, Any] = {"lr_scheduler": "cosine", "max_epochs": 4}
+
+    def begun(training: Training, train: EpochBatches) -> Schedule:
+        return Schedule(training, build_optimizer(training, parameters()), end=falling_end(training, train))
+
+    first = begun(Training(**options), data(ranks=before))
+    first.step(done)
+    resumed = begun(Training(**options | changes), data(ranks=now))
+    resumed.load_state_dict(first.state_dict(), data(ranks=now, epoch=3))
+    assert [resumed.lr_at(end) > 0, resumed.lr_at(end - 1) > 0] == [False, True]
+    again = begun(Training(**options | changes), data(ranks=now))
+    again.load_state_dict(resumed.state_dict(), data(ranks=now, epoch=3, consumed=20))
+    assert again.lr_at(13) == resumed.lr_at(13), "it goes on as an uninterrupted one"
+    new = begun(Training(**options), data(ranks=before))
+    new.load_state_dict(first.state_dict(), data(ranks=before), same_data=False)
+    assert new.lr_at(done + 4 * 6 // before - 1) > 0, "all epochs of other data are before its end"
 
 
 def test_loading_an_optimizer_before_its_schedule_keeps_the_ratios() -> None:
@@ -226,7 +274,7 @@ def test_loading_an_optimizer_before_its_schedule_keeps_the_ratios() -> None:
     saved = optimizer.state_dict(), built.state_dict()
     optimizer, built = build()
     optimizer.load_state_dict(saved[0])
-    built.load_state_dict(saved[1])
+    built.load_state_dict(saved[1], data())
     built.step(6)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.4, 0.04])
 

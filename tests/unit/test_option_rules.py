@@ -30,6 +30,24 @@ CONTRADICTIONS: dict[str, Values] = {
     "--reset-meters needs --resume, the checkpoint": {"reset_meters": True},
     "--finetune-partial needs --finetune-from, the file": {"finetune_partial": True},
     "--checkpoint-run needs --resume or --eval-only, the folder": {"checkpoint_run": "20261124-a"},
+    "--momentum is of --optimizer sgd, and that is adamw: leave one of them out": {"momentum": 0.9},
+    "--adam-betas is of --optimizer adam, adamw, muon or schedulefree_adamw, and that is sgd: leave one": {
+        "optimizer": "sgd",
+        "adam_betas": (0.9, 0.98),
+    },
+    "--power is of --lr-scheduler polynomial_decay or wsd, and that is inverse_sqrt": {
+        "lr_scheduler": "inverse_sqrt",
+        "power": 2.0,
+    },
+    "--total-num-update is of --lr-scheduler polynomial_decay, cosine or wsd, and that is": {"total_num_update": 50},
+    "--min-loss-scale is of --precision fp16, and that is bf16": {"precision": "bf16", "min_loss_scale": 1.0},
+    "--decay-norms is false, but --weight-decay is 0: there is no decay": {"decay_norms": False},
+    "--warmup-init-lr needs --warmup-updates, the optimizer steps of the warm-up": {"warmup_init_lr": 1e-5},
+    "--curriculum is of shuffled data, and --shuffle is false: leave one": {"curriculum": 1, "shuffle": False},
+    "--keep-last-epochs keeps checkpoints of --save-every-epochs, and that is 0": {
+        "keep_last_epochs": 2,
+        "save_every_epochs": 0,
+    },
     "--nesterov needs a --momentum above 0": {"optimizer": "sgd", "nesterov": True},
     "--lr-scheduler is step, which needs --lr-step-updates, the optimizer steps between two": {"lr_scheduler": "step"},
     "--lr-scheduler is polynomial_decay, which needs --total-num-update, --max-updates or --max-epochs, the step": {
@@ -134,6 +152,11 @@ ENDLESS: dict[str, Values] = {
     },
     "--patience is 3, but nothing is validated, as the task has no validation data, and nothing would end this": {
         "patience": 3,
+        "task": "mnist",
+    },
+    "--patience is 3, but nothing is validated, as the task has no validation data: leave it out": {
+        "patience": 3,
+        "max_updates": 5,
         "task": "mnist",
     },
     "--min-lr is 0, but the learning rate stays above it, and nothing would end this training": {"min_lr": 0.0},

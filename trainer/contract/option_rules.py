@@ -23,6 +23,24 @@ FALLING = ("polynomial_decay", "cosine", "wsd")
 RESETS = ("reset_optimizer", "reset_dataloader", "reset_meters")
 """Options that leave out a part of the checkpoint on resuming."""
 
+ADAMS = ("adam", "adamw", "muon", "schedulefree_adamw")
+OF_ONE = {
+    "momentum": ("optimizer", ("sgd",)),
+    "nesterov": ("optimizer", ("sgd",)),
+    "adam_betas": ("optimizer", ADAMS),
+    "adam_eps": ("optimizer", (*ADAMS, "adagrad")),
+    "muon_momentum": ("optimizer", ("muon",)),
+    "adadelta_rho": ("optimizer", ("adadelta",)),
+    "adadelta_eps": ("optimizer", ("adadelta",)),
+    "decay_updates": ("lr_scheduler", ("wsd",)),
+    "lr_step_updates": ("lr_scheduler", ("step",)),
+    "lr_step_gamma": ("lr_scheduler", ("step",)),
+    "power": ("lr_scheduler", ("polynomial_decay", "wsd")),
+    "end_learning_rate": ("lr_scheduler", FALLING),
+    "total_num_update": ("lr_scheduler", FALLING),
+    "min_loss_scale": ("precision", ("fp16",)),
+}
+"""Options that do nothing but with some values of another one, with that one and these."""
 
 DDP_ONLY = (
     "ddp_comm_hook",
@@ -153,6 +171,10 @@ def _conflicts(options: Training, task: BuiltInOptions | None, named: Named) -> 
             f"needs {named('resume')} or {named('eval_only')}, the folder with that run's checkpoints",
         )
     yield from _of_batch_size(options, named)
+    if options.curriculum and not options.shuffle:
+        yield ("curriculum", f"is of shuffled data, and {named('shuffle')} is false: leave one of them out")
+    if options.keep_last_epochs and not options.save_every_epochs:
+        yield ("keep_last_epochs", f"keeps checkpoints of {named('save_every_epochs')}, and that is 0: give that too")
     if options.required_batch_size_multiple > 1 and not options.max_tokens:
         yield (
             "required_batch_size_multiple",
@@ -229,7 +251,12 @@ def _of_batch_size(options: Training, named: Named) -> Iterator[tuple[str, str]]
 
 
 def _of_optimizer(options: Training, named: Named) -> Iterator[tuple[str, str]]:
-    schedule = options.lr_scheduler
+    schedule, defaults = options.lr_scheduler, Training()
+    for name, (other, values) in OF_ONE.items():
+        if getattr(options, name) != getattr(defaults, name) and (value := getattr(options, other)) not in values:
+            *most, last = values
+            known = f"{', '.join(most)} or {last}" if most else last
+            yield (name, f"is of {named(other)} {known}, and that is {value}: leave one of them out")
     if options.optimizer == "sgd" and options.nesterov and not options.momentum:
         yield ("nesterov", f"needs a {named('momentum')} above 0")
     if schedule == "step" and not options.lr_step_updates:
@@ -250,12 +277,14 @@ def _of_optimizer(options: Training, named: Named) -> Iterator[tuple[str, str]]:
         )
     if options.optimizer == "schedulefree_adamw" and not options.adam_betas[0]:
         yield ("adam_betas", f"begins with 0, by which {named('optimizer')} {options.optimizer} divides: give more")
+    if not (options.decay_norms or options.weight_decay):
+        yield ("decay_norms", f"is false, but {named('weight_decay')} is 0: there is no decay to leave out")
+    if options.warmup_init_lr and not options.warmup_updates:
+        yield ("warmup_init_lr", f"needs {named('warmup_updates')}, the optimizer steps of the warm-up")
     if options.ema_start and not options.ema_decay:
         yield ("ema_start", f"needs {named('ema_decay')}, the decay of the average that begins there")
     if schedule == "wsd" and not options.decay_updates:
         yield ("lr_scheduler", f"is wsd, which needs {named('decay_updates')}, the optimizer steps of its decay")
-    if options.decay_updates and schedule != "wsd":
-        yield ("decay_updates", f"is of {named('lr_scheduler')} wsd, and that is {schedule}: leave one of them out")
     if schedule not in FALLING:
         return
     end = schedule_end(options)
@@ -296,23 +325,13 @@ def _of_end(options: Training, task: BuiltInOptions | None, named: Named) -> Ite
             f"is {options.min_lr:g}, but the learning rate begins at {first:g}, so nothing would be trained: lower it, "
             f"or raise {named('lr')}",
         )
-    if ends_without_validation(options):
-        return
-    validates = (options.valid_every_epochs or options.valid_every_updates) and (task is None or "valid" in task.splits)
-    if options.patience and validates:
-        return
     limits = f"{named('max_epochs')}, {named('max_updates')} or {named('stop_time')}"
     if options.patience:
-        reason = (
-            "the task has no validation data"
-            if options.valid_every_epochs or options.valid_every_updates
-            else f"{named('valid_every_epochs')} and {named('valid_every_updates')} are 0"
-        )
-        yield (
-            "patience",
-            f"is {options.patience}, but nothing is validated, as {reason}, and nothing would end this training: "
-            f"set {limits} too",
-        )
+        has_data = task is None or "valid" in task.splits
+        if unused := patience_conflict(options, has_data=has_data, named=named):
+            yield ("patience", unused)
+    elif ends_without_validation(options):
+        return
     elif options.min_lr >= 0:
         yield (
             "min_lr",
@@ -324,6 +343,20 @@ def _of_end(options: Training, task: BuiltInOptions | None, named: Named) -> Ite
             "max_updates",
             f"is 0, and nothing would end this training: set {limits}, or {named('patience')} or {named('min_lr')}",
         )
+
+
+def patience_conflict(options: Training, *, has_data: bool, named: Named = flag_of) -> str:
+    """Return why ``patience`` does nothing, after its name; empty if there are validations to count."""
+    if not (options.valid_every_epochs or options.valid_every_updates):
+        reason = f"{named('valid_every_epochs')} and {named('valid_every_updates')} are 0"
+    elif not has_data:
+        reason = "the task has no validation data"
+    else:
+        return ""
+    limits = f"{named('max_epochs')}, {named('max_updates')} or {named('stop_time')}"
+    endless = f", and nothing would end this training: set {limits} in its place"
+    advice = ": leave it out" if ends_without_validation(options) else endless
+    return f"is {options.patience}, but nothing is validated, as {reason}{advice}"
 
 
 def schedule_end(options: Training) -> int:

@@ -254,7 +254,8 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     maximize_best_metric: Annotated[
         bool | None,
         _validation(
-            "whether a higher best_metric is better; default: yes for every metric but loss",
+            "whether a higher best_metric is better; default: no for loss, a metric with loss in its name and one in "
+            "the task's lower_is_better, else yes",
             aliases=["--maximize-best-checkpoint-metric"],
         ),
     ] = None

@@ -139,8 +139,9 @@ class StreamBatches:
         return -(-(whole + (left > 0 and not self._drop_last)) // update_freq)
 
     def updates_left(self, update_freq: int) -> int:
-        """Return 0 at the end of the epoch and 1 before it: the number is not known."""
-        return int(self.position != self._end)
+        """Return 0 at the end of the epoch; before it the number if the length is known, else 1."""
+        done = self.position.consumed // self._total // update_freq
+        return 0 if self.position == self._end else max(1, self.updates_per_epoch(update_freq) - done)
 
     def updates(self, update_freq: int) -> Iterator[Update]:
         """Yield the updates of the rest of the epoch; read each to its end before taking the next.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,16 @@ def update_freq(options: Training, epoch: int) -> int:
 
 
 def last_update(options: Training, train: EpochBatches | StreamBatches, *, updates: int) -> int:
-    """Return the optimizer steps after which ``max_epochs`` ends a resumed training; 0 if it is not known."""
-    samples, per_epoch = train.samples, train.updates_per_epoch(options.update_freq[0])
-    if not options.max_epochs or not per_epoch:
+    """Return the optimizer steps after which ``max_epochs`` ends, with ``updates`` done; 0 if it is not known."""
+    epoch, last = train.position.epoch, options.max_epochs
+    if not last or not train.updates_per_epoch(1):
         return 0
-    left = (options.max_epochs - train.position.epoch + 1) * samples - train.position.consumed
-    return updates + -(-left * per_epoch // samples)
+    if epoch > last:
+        return updates
+    listed = min(last, max(epoch, len(options.update_freq)))  # the epochs after it are alike
+    later = sum(train.updates_per_epoch(update_freq(options, each)) for each in range(epoch + 1, listed + 1))
+    later += (last - listed) * train.updates_per_epoch(options.update_freq[-1])
+    return updates + train.updates_left(update_freq(options, epoch)) + later
 
 
 class StepTimes:
@@ -83,10 +87,15 @@ class Best:
     """Newest validations in a row without a finite value."""
 
     @classmethod
-    def of(cls, options: Training, *, metrics: Iterable[str] | None = None) -> Best:
-        """Return the criterion of the options: by default a lower loss, or a higher metric; refuse an unknown one."""
-        maximize = options.maximize_best_metric
-        best = cls(metric=options.best_metric, maximize=options.best_metric != "loss" if maximize is None else maximize)
+    def of(cls, options: Training, *, lower: Sequence[str] = (), metrics: Iterable[str] | None = None) -> Best:
+        """Return the criterion of the options; refuse an unknown one.
+
+        By default a lower loss is better, also a metric with that in its name or one of ``lower``; else a higher one.
+        """
+        metric, maximize = options.best_metric, options.maximize_best_metric
+        if maximize is None:
+            maximize = "loss" not in metric.casefold() and metric not in lower
+        best = cls(metric=metric, maximize=maximize)
         if metrics is not None:
             best.require_known(metrics)
         return best
@@ -108,7 +117,7 @@ class Best:
                 "--patience, which compares it, would end this training"
             )
         ended = options.patience and self.since >= options.patience
-        return f"no better {self.metric} in {self.since} validations" if ended else ""
+        return f"no {'higher' if self.maximize else 'lower'} {self.metric} in {self.since} validations" if ended else ""
 
     def add(self, loss: float, metrics: dict[str, float], *, step: int) -> bool:
         """Add a validation; return whether it is the best. One that is not finite is neither better nor worse."""

@@ -175,7 +175,7 @@ class Loop:
             samples=self.data.train.samples,
             updates_per_epoch=self.data.train.updates_per_epoch(self.options.update_freq[0]),
             first_update=self.updates,
-            last_update=last_update(self.options, self.data.train, updates=self.updates) if self.updates else 0,
+            last_update=last_update(self.options, self.data.train, updates=self.updates),
             parameters=sum(parameter.numel() for parameter in self.parameters),
             best=self.best,
         )

@@ -20,7 +20,7 @@ from trainer.contract.options import Training
 from trainer.data.batches import EpochBatches
 from trainer.data.stream_batches import StreamBatches
 from trainer.engine.ddp_model import trainable, values_of, with_sparse_gradient
-from trainer.engine.end_conditions import update_freq
+from trainer.engine.end_conditions import last_update
 from trainer.engine.loss_check import listed
 from trainer.engine.muon import MuonWithAdamW
 from trainer.engine.parameter_groups import parameter_groups
@@ -173,8 +173,9 @@ class Schedule:
         """
         self._options = options
         self._optimizer = optimizer
-        self._end = end or schedule_end(options)
+        self._planned = self._end = end or schedule_end(options)
         self._factors = [float(group["lr"]) / options.lr[0] for group in optimizer.param_groups]
+        self._main = self._factors.index(1.0) if 1.0 in self._factors else 0
         self._updates = 0
         self._epoch = 1
         self.step(0)
@@ -214,7 +215,8 @@ class Schedule:
 
     @property
     def lr(self) -> float:
-        return float(self._optimizer.param_groups[0]["lr"])
+        """That of the options, if a group has it; else that of the first group."""
+        return float(self._optimizer.param_groups[self._main]["lr"])
 
     def step(self, num_updates: int) -> None:
         """Set the learning rate for the update that follows ``num_updates`` others.
@@ -235,19 +237,34 @@ class Schedule:
 
     def state_dict(self) -> dict[str, int]:
         """Everything else is in the options and the position in the data."""
-        return {"updates": self._updates}
+        return {"updates": self._updates, "planned": self._planned, "end": self._end}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, int], train: EpochBatches | StreamBatches, *, same_data: bool = True
+    ) -> None:
+        """Go on at a checkpoint; ``train`` has its position, or with other data begins.
+
+        A schedule over epochs ends with the last of them. Where they have other numbers of steps than before, as with
+        other ranks, that is not the step at which a training from the start ends.
+        """
+        if same_data and state.get("planned") == self._planned:
+            self._end = state["end"]
+        elif falls_over_epochs(self._options):
+            self._end = epochs_end(self._options, last_update(self._options, train, updates=state["updates"]))
         self.step(state["updates"])
+        self.begin_epoch(train.position.epoch)
+
+
+def falls_over_epochs(options: Training) -> bool:
+    """Return whether the schedule falls until the last of ``max_epochs``."""
+    return options.lr_scheduler in FALLING and not schedule_end(options)
 
 
 def falling_end(options: Training, train: EpochBatches | StreamBatches) -> int:
     """Return the step at which a falling schedule ends, by the options or by the data; 0 for the others."""
-    end = schedule_end(options)
-    if end or options.lr_scheduler not in FALLING:
-        return end
-    epochs = range(1, options.max_epochs + 1)
-    return epochs_end(options, sum(train.updates_per_epoch(update_freq(options, epoch)) for epoch in epochs))
+    if falls_over_epochs(options):
+        return epochs_end(options, last_update(options, train, updates=0))
+    return schedule_end(options)
 
 
 def epochs_end(options: Training, updates: int) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer import distributed
 from trainer.contract.errors import RequestError
-from trainer.contract.option_rules import ends_without_validation, require_consistent, require_end
+from trainer.contract.option_rules import patience_conflict, require_consistent, require_end
 from trainer.contract.options import Training
 from trainer.data.batches import EpochBatches, EvalBatches
 from trainer.data.dataset import AnyDataset, SizedDataset, is_stream
@@ -60,11 +60,8 @@ def read_data(task: Task, options: Training, ctx: WorkerContext) -> TrainingData
     splits = read_splits(task, options, ctx)
     if "train" not in splits:
         raise RequestError(f"the task has no training data; its splits are {', '.join(splits) or 'none'}")
-    if "valid" not in splits and not ends_without_validation(options):
-        raise RequestError(
-            f"--patience is {options.patience}, but nothing is validated, as the task has no validation data, and "
-            "nothing would end this training: set --max-epochs, --max-updates or --stop-time too"
-        )
+    if options.patience and (unused := patience_conflict(options, has_data="valid" in splits)):
+        raise RequestError(f"--patience {unused}")
     return TrainingData(
         splits=splits,
         train=training_batches(task, splits["train"], options, ctx),

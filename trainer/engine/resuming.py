@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from trainer.checkpoint import ENTRIES, CheckpointError, difference, kinds, restore_rng, weights_of
 from trainer.contract.errors import RequestError
 from trainer.engine.task_state import difference as difference_of_states
+from trainer.tasks.registry import is_same_task
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 S = TypeVar("S")
@@ -47,6 +48,9 @@ class _Position(msgspec.Struct):
 
 class _Schedule(msgspec.Struct):
     updates: Count
+    # Absent from checkpoints of earlier versions:
+    planned: Count = 0
+    end: Count = 0
 
 
 class _Best(msgspec.Struct):
@@ -156,8 +160,11 @@ def require_task(
     entries: CheckpointEntries | WeightEntries, task: str, task_state: Mapping[str, Any], *, source: str
 ) -> None:
     """Require the task, and the state of it, with which the weights of a checkpoint were trained."""
-    if entries.task != task:
-        raise RequestError(f"{source} is of task {entries.task!r}, but this run trains {task!r}: see its entry task")
+    if not is_same_task(entries.task, task):
+        raise RequestError(
+            f"{source} is of task {entries.task!r}, but this run's is {task!r}: a renamed file or class needs its old "
+            "name; --finetune-from begins with the weights alone"
+        )
     if wrong := difference_of_states(entries.task_state, task_state):
         raise RequestError(
             f"{source} does not fit this run's data: in the task's state {one_line(wrong)}, where the weights were "

@@ -17,6 +17,7 @@ from trainer.contract.options import Training
 from trainer.contract.record.checkpoints import checkpoints_in
 from trainer.engine import task_state
 from trainer.engine.task_state import TASK_STATE
+from trainer.tasks.registry import is_same_task
 from trainer.tasks.task import Task
 
 
@@ -52,7 +53,7 @@ class StartingPoint:
 
     def restore_into(self, task: Task, *, name: str) -> None:
         """Restore the state into a task, if it is of a task of this name; call it before ``datasets``."""
-        if self.task_state is not None and self.task == name:
+        if self.task_state is not None and is_same_task(self.task, name):
             task_state.restore(task, self.task_state, source=self.source)
 
 

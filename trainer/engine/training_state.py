@@ -37,6 +37,7 @@ from trainer.engine.starting_point import StartingPoint
 from trainer.engine.task_state import TASK_STATE, difference, state_of, without_task_state
 from trainer.engine.validation import Validator
 from trainer.engine.worker_context import WorkerContext
+from trainer.tasks.registry import is_same_task
 from trainer.tasks.task import Task
 
 
@@ -153,7 +154,7 @@ class TrainingState:
     def difference_from(self, start: StartingPoint) -> str:
         """Describe how the task's state differs from that of the weights to start with; empty if it does not."""
         own = state_of(self.task)
-        if start.task and start.task != self.options.task:
+        if start.task and not is_same_task(start.task, self.options.task):
             return f"their task {start.task} has another state, which was not used" if start.task_state else ""
         if start.task_state is None:
             return without_task_state(start.source) if own else ""
@@ -192,12 +193,11 @@ class TrainingState:
             begins, ends = "starts from these weights", "ends; training continues from the plain weights"
             change = begins if self.average.enabled else ends
             reports.finding(ctx, "ema_on_resume", f"the average of the weights {change}")
-        self.schedule.load_state_dict(state["schedule"])
         self.scaler.load_state_dict(entries.scaler)
         if not fresh_data:
             self.data.train.load_state_dict(state["position"])
         self.balance.load_state_dict(entries.shares)
-        self.schedule.begin_epoch(self.data.train.position.epoch)
+        self.schedule.load_state_dict(state["schedule"], self.data.train, same_data=not fresh_data)
         if not fresh_best:
             self.validation.best.load_state_dict(state["best"])
         self.updates = self.saving.last_update = entries.updates

@@ -49,7 +49,7 @@ class Validator:
         metrics: Iterable[str] | None,
     ) -> None:
         self.enabled = "valid" in data.splits and bool(options.valid_every_epochs or options.valid_every_updates)
-        self.best = Best.of(options, metrics=metrics if self.enabled else None)
+        self.best = Best.of(options, lower=task.lower_is_better, metrics=metrics if self.enabled else None)
         self._tests = options.test and "test" in data.splits
         self._tests_best = self._tests and options.test_best
         self.best_weights = BestWeights(strategy, wanted=self._tests_best)

@@ -142,6 +142,7 @@ class LanguageModel(Task):
     Options = LmOptions
     options: LmOptions
     loss_unit = "nats"
+    lower_is_better = ("bits_per_byte",)
 
     def __init__(self, options: LmOptions) -> None:
         super().__init__(options)

@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from trainer.tasks.task import Task
 
 
+def is_same_task(one: str, other: str) -> bool:
+    """Return whether two names are of a class of one name in modules or files of one name, whatever their folders."""
+    first, second = (BUILT_IN.get(name, name).rpartition(":") for name in (one, other))
+    modules = {re.split(r"[./\\]", module.removesuffix(".py"))[-1] for module, _, _ in (first, second)}
+    return first[2] == second[2] and len(modules) == 1
+
+
 def load_task(name: str) -> type[Task]:
     """Import a task's class.
 
@@ -97,6 +104,12 @@ def _from_file(path: Path) -> ModuleType:
             raise RequestError(f"task file {path} cannot be imported: {error}") from error
         if isinstance(error, SyntaxError):
             raise _syntax_error(error) from error
+        if isinstance(error, ImportError) and "no known parent package" in str(error):
+            package = path.parent.name
+            raise RequestError(
+                f"task file {path} imports relatively, as a module of a package: name it as one, such as "
+                f"{package}.{path.stem}:Class, in the folder that holds {package}"
+            ) from error
         raise
     return module
 

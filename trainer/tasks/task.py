@@ -37,6 +37,9 @@ class Task:
     """Whether the loss of one sample is computed before the training, alone and twice in a batch, in evaluation mode:
     a mean in place of a sum is refused."""
 
+    lower_is_better: Sequence[str] = ()
+    """Metrics of which the lowest value is the best for ``--best-metric``, as of those with ``loss`` in their name."""
+
     loss_unit: str = ""
     """Unit of the loss: ``nats`` if it is a natural logarithm, such as a cross-entropy; empty: none."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from trainer.contract.builtin_tasks import BUILT_IN, check_data, options_schema
 from trainer.contract.errors import RequestError
-from trainer.tasks.registry import load_task
+from trainer.tasks.registry import is_same_task, load_task
 from trainer.tasks.task import Task
 
 OWN = """
@@ -41,6 +41,22 @@ def test_a_task_in_a_file_is_loaded_once_and_may_import_its_neighbours(tmp_path:
     assert options_schema(f"{tmp_path}/mine.py:Mine") is None
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("mine.py:Mine", "/home/me/mine.py:Mine", True),
+        ("mine.py:Mine", "package.mine:Mine", True),
+        ("lm", "trainer.tasks.lm:LanguageModel", True),
+        ("lm", "docnn", False),
+        ("mine.py:Mine", "mine.py:Other", False),
+        ("mine.py:Mine", "own.py:Mine", False),
+        ("", "lm", False),
+    ],
+)
+def test_a_task_is_the_same_in_another_folder(one: str, other: str, same: bool) -> None:
+    assert is_same_task(one, other) is is_same_task(other, one) is same
+
+
 def test_a_task_in_a_module_is_loaded() -> None:
     assert load_task("trainer.tasks.lm:LanguageModel") is load_task("lm")
 
@@ -60,15 +76,17 @@ def test_a_task_in_a_module_is_loaded() -> None:
         ("{tmp}/mine.py:NotOne", "must be a subclass"),
         ("{tmp}/broken.py:Mine", "broken.py, line 1"),
         ("{tmp}/lonely.py:Mine", "No module named 'no_such_neighbour'"),
+        ("{tmp}/inner.py:Mine", "name it as one, such as {tmp.name}.inner:Class, in the folder that holds {tmp.name}"),
     ],
 )
 def test_a_task_that_cannot_be_had_is_one_line(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "mine.py").write_text(OWN.replace("from neighbour import WIDTH", "WIDTH = 1"))
     (tmp_path / "broken.py").write_text("class Mine(:\n")
     (tmp_path / "lonely.py").write_text("import no_such_neighbour\n")
+    (tmp_path / "inner.py").write_text("from .mine import Mine\n")
     with pytest.raises(RequestError) as refused:
         load_task(name.format(tmp=tmp_path))
-    assert message in str(refused.value)
+    assert message.format(tmp=tmp_path) in str(refused.value)
     assert "\n" not in str(refused.value)
 
 

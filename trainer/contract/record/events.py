@@ -98,7 +98,7 @@ class TrainingPlan(Event, kw_only=True, tag="training_plan"):
 
     world_size: WorldSize
     updates_per_epoch: Count
-    """Optimizer steps in one epoch."""
+    """Optimizer steps in the first epoch; others may have other numbers, by ``update_freq``."""
     samples_per_epoch: Count
     """Over all ranks."""
     max_updates: Count = 0
@@ -108,8 +108,7 @@ class TrainingPlan(Event, kw_only=True, tag="training_plan"):
     first_update: Count = 0
     """Optimizer steps done before this start, when it resumes."""
     last_update: Count = 0
-    """Optimizer steps done after ``max_epochs``, when it resumes: with other ranks epochs have other numbers of steps.
-    0: not known."""
+    """Optimizer steps done after ``max_epochs``; 0: not known."""
     parameters: Count | None = None
     """Trainable parameters of the model."""
     loss_unit: str = ""
@@ -195,6 +194,7 @@ class Step(Event, kw_only=True, tag="step"):
     are absent then, as are those of numbers that were not measured."""
     tokens: Count | None = None
     lr: FiniteFloat | None = None
+    """Learning rate of the options; where no parameter group has it, that of the first group."""
     grad_norm: FiniteFloat | None = None
     """Global norm of the gradient after the reduction, before clipping."""
     local_grad_norm: FiniteFloat | None = None
