@@ -139,6 +139,11 @@ class NodeGroup:
         self._failure = failure
         self._stop(StopLevel.NOW, FAILURE_GRACE_S)
 
+    def give_up_silent(self, timeout_s: float) -> None:
+        """Wait no longer in a stop for hosts that have been silent for that long, once all others have ended."""
+        if self._ended and all(process.silent_s() >= timeout_s for process in self.running.values()):
+            self.deadline = min(self.deadline, time.monotonic())
+
     def kill_if_due(self) -> None:
         """Kill the nodes that have not ended in time after a stop."""
         if time.monotonic() >= self.deadline:

@@ -504,6 +504,24 @@ def test_a_run_goes_on_when_the_sshd_of_a_host_is_restarted_with_all_its_connect
     cluster.check_record()
 
 
+@pytest.mark.slow
+def test_a_stop_waits_for_a_silent_host_no_longer_than_its_time_limit(cluster: SshCluster) -> None:
+    cluster.use(["h2", "h3"], [1, 1])
+    cluster.write_torch_free("host_timeout = 8")
+    command = cluster.start("run", "recipe.toml")
+    cluster.train(command)
+    cluster.h3.link("down")
+    try:
+        wait_until(lambda: cluster.findings("host_silent"), "h3 is silent", [command])
+        begun = time.monotonic()
+        code, output = cluster.run("stop", "last")
+        assert (code, output.rpartition("; ")[2]) == (0, "processes left: none found\n"), output
+        assert time.monotonic() - begun < 40, "the ranks of a host that answers may take 65 s"
+        assert command.wait(LIMIT_S) == 130
+    finally:
+        cluster.h3.link("up")
+
+
 @pytest.mark.parametrize(
     ("stopped", "silences"),
     [("ssh", ["raised", "cleared"]), pytest.param("supervisor", [], marks=pytest.mark.slow)],
