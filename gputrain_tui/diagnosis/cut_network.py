@@ -45,4 +45,4 @@ def describe_cut(reach: Mapping[tuple[str, str], bool]) -> str:
     max_pairs = 2  # pairs of hosts that are named: a firewall between many makes as many pairs
     count = len(texts) - max_pairs
     more = f"; {count} more pair{'s' * (count > 1)}" if count > 0 else ""
-    return f"{'; '.join(texts[:max_pairs])}{more}; a firewall or route between them changed"
+    return f"{'; '.join(texts[:max_pairs])}{more}; a firewall, a route or an MTU between them changed"

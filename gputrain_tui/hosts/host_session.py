@@ -179,6 +179,8 @@ class Session:
         if ended is not None:
             self.cut_off = ended["cut_off"]
             return int(ended["code"])
+        if not alive and not self.folder.exists():
+            raise RefusedCallError(f"the run directory {self.run_dir} was deleted there during the run")
         return None if alive else -signal.SIGKILL
 
     # --- the record ---------------------------------------------------------------------------------------------

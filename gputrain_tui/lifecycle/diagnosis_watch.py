@@ -121,6 +121,10 @@ class RunDiagnosis(LiveDiagnosis):
 
         return restart.cluster_options(self._dir)
 
+    @property
+    def host_timeout_s(self) -> float:
+        return self._options.host_timeout
+
     def check(self) -> list[Finding]:
         """Read the new events; return new findings, or one that the run is no longer diagnosed."""
         try:
@@ -146,7 +150,7 @@ class RunDiagnosis(LiveDiagnosis):
 
     def lost_host(self, running: Sequence[NodeProcess], plan: Plan) -> Failure | None:
         """Return the failure of a run that has lost hosts by ``cluster.host_timeout``; None if it has not."""
-        timeout_s = self._options.host_timeout
+        timeout_s = self.host_timeout_s
         silent_s = {process.node: process.silent_s() for process in running}
         lost = _guarded(lambda: self._diagnosis.lost_nodes(self.state, self._now(), silent_s, timeout_s=timeout_s))
         if not lost:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import select
+import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from gputrain_tui.lifecycle import attempt_outcome
-from gputrain_tui.lifecycle.attempt import AttemptRecord, AttemptResult, failed, write_attempt
+from gputrain_tui.lifecycle.attempt import AttemptRecord, AttemptResult, write_attempt
 from gputrain_tui.lifecycle.launchers import Launcher
 from gputrain_tui.lifecycle.node_process import NodeProcess
 from gputrain_tui.plan.planner import Plan, stop_grace
+from gputrain_tui.tables import ranks_text
 from trainer.contract.errors import ExitCode, printable
 from trainer.contract.outcome import LOST_PEER_KINDS, SAVE_TIMEOUT_S, answer_s, node_outcome
 from trainer.contract.record import Failure, RunDir
@@ -137,6 +139,11 @@ class NodeGroup:
         self._failure = failure
         self._stop(StopLevel.NOW, FAILURE_GRACE_S)
 
+    def give_up_silent(self, timeout_s: float) -> None:
+        """Wait no longer in a stop for hosts that have been silent for that long, once all others have ended."""
+        if self._ended and all(process.silent_s() >= timeout_s for process in self.running.values()):
+            self.deadline = min(self.deadline, time.monotonic())
+
     def kill_if_due(self) -> None:
         """Kill the nodes that have not ended in time after a stop."""
         if time.monotonic() >= self.deadline:
@@ -168,8 +175,25 @@ class NodeGroup:
         if only_lost and failure.kind in LOST_PEER_KINDS and (missing := missing_rank()) is not None:
             failure, recorded = missing, False
         if self._is_adopted and attempt_outcome.recorded_cause(self._dir, self.since, self._ended) is None:
-            return failed("signal", "the run's supervisor was killed, and its ranks ended with it")
+            failure = self._unrecorded(failure)
         return AttemptResult(status="failed", failure=failure, recorded=recorded)
+
+    def _unrecorded(self, failure: Failure) -> Failure:
+        """Return the failure of an adopted attempt of which no rank and no node recorded one."""
+        if self._found_killed():
+            return failure
+        killed = "the run's supervisor was killed, and"
+        if self._leased or not self._over_before:
+            message = f"{killed} its ranks ended with it"
+        else:  # a node agent of a detached run does not end with its supervisor, and records any other end
+            node, end = next(each for each in self._ended.items() if each[0] in self._over_before)
+            message = f"{killed} node {node} on {end.host} was killed before {ranks_text(end.unfinished)} finished"
+        return Failure(time=failure.time, kind="signal", message=message)
+
+    def _found_killed(self) -> bool:
+        """Whether the host agent of an adopted node has seen it killed, by nobody here."""
+        ends = self._ended.values() if self._is_adopted else ()
+        return any(end.unfinished and end.exit_code == -signal.SIGKILL and not end.killed_by_us for end in ends)
 
     def _follow(self, process: NodeProcess) -> None:
         self.running[process.fileno()] = process
@@ -199,7 +223,7 @@ class NodeGroup:
         if requested_at is None:
             return False
         outcomes = [node_outcome(self._dir, node) for node in self._over_before]
-        if any(outcome is None or outcome.failure is not None for outcome in outcomes):
+        if any(outcome is None or outcome.failure is not None for outcome in outcomes) or self._found_killed():
             return True
         nodes = [node.node for node in self._plan.nodes]
         return attempt_outcome.failed_before(self._dir, self.since, nodes, requested_at)

@@ -47,3 +47,6 @@ class NodeProcess(ABC):
     def silent_s(self) -> float:
         """Return the seconds since the last message of its host; 0 for this machine."""
         return 0.0
+
+    def count_silence_anew(self) -> None:  # noqa: B027 - this machine is never silent
+        """Count the silence of its host from now on, as after a time in which this process could hear nothing."""

@@ -25,7 +25,7 @@ from gputrain_tui.hosts.host_names import CHANNELS
 from gputrain_tui.lifecycle import attempt_outcome, leftovers, run_end
 from gputrain_tui.lifecycle.attempt import AttemptResult, failed, read_attempt, with_note
 from gputrain_tui.lifecycle.diagnosis_watch import RunDiagnosis
-from gputrain_tui.lifecycle.directory_watch import DirectoryWatch, silence_findings
+from gputrain_tui.lifecycle.directory_watch import SILENT_S, DirectoryWatch, silence_findings
 from gputrain_tui.lifecycle.launchers import Launcher, launcher
 from gputrain_tui.lifecycle.network_watch import NetworkWatch
 from gputrain_tui.lifecycle.node_group import NodeGroup
@@ -166,19 +166,35 @@ class Supervisor:
                 nodes.stop(self._stop_request.level, step_s=self._diagnosis.step_s)
                 self._status_writer.stopping()
             due = min(self._directory.due, self._gaps.due, math.inf if nodes.stop_level else self._diagnosis.due)
-            for descriptor in self._wait(min(nodes.deadline, due)):
-                nodes.check(descriptor)
+            ready = self._wait(min(nodes.deadline, due))
             if time.monotonic() >= self._directory.due:
+                if time.monotonic() >= self._directory.due + SILENT_S / 2:
+                    self._was_held(nodes)
                 self._directory.check()
                 self._launcher.request_stacks(nodes.running.values(), self._directory.stack_request)
-                self._record(silence_findings(nodes.silent, nodes.running.values(), self._plan))
+                self._follow_silence(nodes)
+                if nodes.stop_level and nodes.silent:
+                    nodes.give_up_silent(self._diagnosis.host_timeout_s)
                 self._follow_report()
                 self._successor.begin_if_due()
+            if ready:
+                self._follow_silence(nodes)  # a host that tells the end of its node has answered
+            for descriptor in ready:
+                nodes.check(descriptor)
             if time.monotonic() >= self._gaps.due:
                 self._record(self._gaps.check())
             if not nodes.stop_level and time.monotonic() >= self._diagnosis.due:
                 self._diagnose(nodes)
             nodes.kill_if_due()
+
+    def _was_held(self, nodes: NodeGroup) -> None:
+        """Count all silence anew: this process was stopped, and heard no host and followed no rank meanwhile."""
+        for process in nodes.running.values():
+            process.count_silence_anew()
+        self._diagnosis.state.silence_ended_at = time.time()
+
+    def _follow_silence(self, nodes: NodeGroup) -> None:
+        self._record(silence_findings(nodes.silent, nodes.running.values(), self._plan))
 
     def _wait(self, due: float) -> list[int]:
         """Sleep until a signal, an event of a node process or ``due``, monotonic seconds; return what is readable."""

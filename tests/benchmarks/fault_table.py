@@ -278,7 +278,7 @@ def watch(fault: Fault, trial: Trial, ranks: int, before: int) -> Result:
         )
         result.lost_steps = last_step(trial.record) - (saved[-1] if saved else 0)
         result.said += f"{trial.status().get('message')}\n{(place.folder / 'output').read_text()}"
-        result.is_right = re.search(fault.cause, result.said) is not None
+        result.is_right = result.over_s is not None and re.search(fault.cause, result.said) is not None
     return result
 
 
@@ -387,6 +387,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose fault and place match this regular expression")
     parser.add_argument("--torchrun", action="store_true", help="torchrun on the same hosts as well")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what is in its background without it
     table = Table(arguments.times, arguments.only)
     table.print(
         "| fault | where | noticed after | cause right | over after | processes left | exit code | steps lost |"

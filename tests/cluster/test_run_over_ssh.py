@@ -317,8 +317,15 @@ def test_a_rank_that_hangs_on_a_host_is_seen_in_its_stacks_and_ends_the_run_ever
     assert cluster.nothing_is_left()
 
 
-def test_a_rank_that_dies_without_a_supervisor_makes_the_run_a_failed_one_not_a_stopped_one(
-    cluster: SshCluster,
+@pytest.mark.parametrize(
+    ("killed", "cause"),
+    [
+        ("rank", "the process was ended by SIGKILL"),
+        pytest.param("agent", "node 1 was killed by SIGKILL before rank 2 finished", marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_killed_without_a_supervisor_makes_the_run_a_failed_one_and_is_its_cause(
+    cluster: SshCluster, killed: str, cause: str
 ) -> None:
     cluster.use(["h1", "h2"], [2, 1])
     cluster.write_torch_free()
@@ -328,11 +335,12 @@ def test_a_rank_that_dies_without_a_supervisor_makes_the_run_a_failed_one_not_a_
     kill_without_successor(cluster.supervisor())
     spawned = [event for event in events(cluster.record, "node-1") if event.get("state") == "spawned"]
     (pid,) = (event["pid"] for event in spawned if event["rank"] == 2)
-    os.kill(pid, signal.SIGKILL)
+    agents = [pid for pid, words in cluster.h2.processes().items() if "-m trainer" in words]
+    for each in agents if killed == "agent" else [pid]:
+        os.kill(each, signal.SIGKILL)
     code, output = cluster.run("stop", "last")
     assert code == 0, output
-    assert " has failed: " in output
-    assert "SIGKILL" in output
+    assert f" has failed: {cause}" in output
     assert cluster.status()["exit_code"] == 1
 
 
@@ -403,7 +411,7 @@ def test_a_network_that_is_cut_between_two_hosts_is_named_and_nothing_of_gloo(
     with cut_between(cluster.h2, cluster.h3, both=both):
         output, _ = command.communicate(timeout=LIMIT_S)
     assert command.returncode == 1, output
-    cause += "; a firewall or route between them changed"
+    cause += "; a firewall, a route or an MTU between them changed"
     assert f"\n  {cause}" in output, output
     (failure,) = [event for event in events(cluster.record, "run") if event["type"] == "failure"]
     assert failure["kind"] == "network"
@@ -494,6 +502,53 @@ def test_a_run_goes_on_when_the_sshd_of_a_host_is_restarted_with_all_its_connect
     output, _ = command.communicate(timeout=LIMIT_S)
     assert command.returncode == 130, output
     cluster.check_record()
+
+
+@pytest.mark.slow
+def test_a_stop_waits_for_a_silent_host_no_longer_than_its_time_limit(cluster: SshCluster) -> None:
+    cluster.use(["h2", "h3"], [1, 1])
+    cluster.write_torch_free("host_timeout = 8")
+    command = cluster.start("run", "recipe.toml")
+    cluster.train(command)
+    cluster.h3.link("down")
+    try:
+        wait_until(lambda: cluster.findings("host_silent"), "h3 is silent", [command])
+        begun = time.monotonic()
+        code, output = cluster.run("stop", "last")
+        assert (code, output.rpartition("; ")[2]) == (0, "processes left: none found\n"), output
+        assert time.monotonic() - begun < 40, "the ranks of a host that answers may take 65 s"
+        assert command.wait(LIMIT_S) == 130
+    finally:
+        cluster.h3.link("up")
+
+
+@pytest.mark.parametrize(
+    ("stopped", "silences"),
+    [("ssh", ["raised", "cleared"]), pytest.param("supervisor", [], marks=pytest.mark.slow)],
+)
+def test_what_was_stopped_on_the_launching_host_blames_no_host_of_a_run_that_has_finished(
+    cluster: SshCluster, stopped: str, silences: list[str]
+) -> None:
+    cluster.use(["h1", "h2"], [1, 1])
+    cluster.write_torch_free(steps=200)
+    command = cluster.start("run", "recipe.toml")
+    cluster.train(command)
+    to_h2 = [pid for pid, words in cluster.h0.processes().items() if words.startswith("ssh") and " h2 " in words]
+    pids = to_h2 if stopped == "ssh" else [cluster.supervisor()]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    if stopped == "ssh":
+        wait_until(lambda: cluster.findings("host_silent"), "h2 is silent", [command])
+    else:
+        lock = RunDir(cluster.record).lock
+        wait_until(lambda: time.time() - lock.stat().st_mtime > 7, "it hears nothing for seven seconds", [command])
+    wait_until(lambda: not any("-m trainer" in words for words in cluster.h2.processes().values()), "h2 has finished")
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    output, _ = command.communicate(timeout=LIMIT_S)
+    assert command.returncode == 0, output
+    assert "is silent" not in output
+    assert cluster.findings("host_silent") == silences
 
 
 @pytest.mark.slow

@@ -295,6 +295,25 @@ def test_a_script_that_fails_after_it_closed_all_descriptors_is_reported_by_its_
     assert "ValueError: no data" in done.outcome.failure.message
 
 
+USED_UP = """\
+import resource
+from contextlib import suppress
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+files = []
+with suppress(OSError):
+    while True:
+        files.append(open("/dev/null"))
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise ValueError('no data')", 1)])
+def test_a_script_that_has_used_up_its_descriptors_ends_as_it_does_alone(tmp_path: Path, end: str, code: int) -> None:
+    done = run(tmp_path, USED_UP + end, ranks=1)
+    assert done.code == code, done.log(0)
+    assert code == 0 or "ValueError: no data" in done.failure.message
+    assert done.outcome.not_recorded == "Too many open files"
+
+
 # --- failure --------------------------------------------------------------------------------------------------------
 
 HANG = "import os, sys, time\nif os.environ['RANK'] == '0':\n    time.sleep(600)\n"

@@ -6,7 +6,7 @@ from gputrain_tui.diagnosis.cut_network import describe_cut, network_failure
 from trainer.contract.outcome import LOST_PEER_KINDS
 from trainer.contract.record import Failure
 
-CHANGED = "; a firewall or route between them changed"
+CHANGED = "; a firewall, a route or an MTU between them changed"
 
 
 def pairs(*failed: str, hosts: str = "abc", unknown: str = "") -> dict[tuple[str, str], bool]:

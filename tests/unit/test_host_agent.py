@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from gputrain_tui.hosts.host_frames import MAX_DATA_BYTES
+from gputrain_tui.hosts.host_agent import identity_of
+from gputrain_tui.hosts.host_frames import MAX_DATA_BYTES, RefusedCallError
 from gputrain_tui.hosts.host_session import Session
 
 
@@ -50,3 +55,18 @@ def test_a_file_larger_than_a_frame_stays_on_the_host_and_the_session_goes_on(
     request = {"run_dir": str(run_dir), "env": env, "node": 0, "ranks": [0], "sizes": {}, "attempt": "first"}
     frames, _ = Session({**request, "leased": False}).growth(1)
     assert [each.name for each in frames] == [*(["logs/collectives_0"] if sent else []), "nodes/0.json"]
+
+
+def test_an_agent_that_could_not_tell_its_end_as_its_folder_was_deleted_was_not_killed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "run"
+    env = {"GPUTRAIN_HOME": str(tmp_path)}
+    request = {"run_dir": str(run_dir), "env": env, "node": 0, "ranks": [0], "sizes": {}, "attempt": "first"}
+    session = Session({**request, "leased": False})
+    session.folder.mkdir(parents=True)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        session.agent = {**identity_of(process.pid), "node": identity_of(process.pid)}
+        assert session.exit_code() is None
+    assert session.exit_code() == -signal.SIGKILL
+    shutil.rmtree(run_dir)
+    with pytest.raises(RefusedCallError, match=f"the run directory {run_dir} was deleted there during the run"):
+        session.exit_code()

@@ -67,7 +67,7 @@ def last_error(log: Path | None, *, since: int = 0, any_line: bool = False) -> s
     Args:
         log: the file; None if the rank prints to the terminal.
         since: byte from which to search: the size of the log at the rank's start.
-        any_line: without an error, return the last line that is not blank.
+        any_line: without an error, return the last line that is neither blank nor torch's note on a connection.
     """
     if log is None:
         return ""
@@ -79,8 +79,8 @@ def last_error(log: Path | None, *, since: int = 0, any_line: bool = False) -> s
         return ""
     error = _last_error(lines) or next((match[1] for line in reversed(lines) if (match := _GROUP.match(line))), "")
     if not error and any_line:
-        said = [line.strip() for line in lines if line.strip()]
-        error = next((line for line in reversed(said) if not SOCKET_NOTE.match(line)), said[-1] if said else "")
+        said = (line.strip() for line in reversed(lines))
+        error = next((line for line in said if line and not SOCKET_NOTE.match(line)), "")
     max_message_chars = 300
     return error[:max_message_chars]
 

@@ -249,7 +249,10 @@ def write_state(assignment: RankAssignment, state: RankStateName, failure: Failu
         threads=int(threads) if threads.isdecimal() else None,
         message=None if failure is None else failure.message,
     )
-    writer = EventWriter(RunDir(assignment.run_dir).rank_events(assignment.rank), rank=assignment.rank)
+    try:
+        writer = EventWriter(RunDir(assignment.run_dir).rank_events(assignment.rank), rank=assignment.rank)
+    except OSError as error:  # as where the script has used up the descriptors of its process
+        return error.strerror or str(error)
     writer.write(event)
     if failure is not None:
         writer.write(failure)

@@ -5,12 +5,15 @@ Standard library only, since this file travels to remote hosts.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import errno
+import fcntl
 import ipaddress
 import os
 import selectors
 import socket
+import termios
 import time
 from collections.abc import Mapping, Sequence
 
@@ -87,12 +90,17 @@ def find_route(
 def unreachable(
     endpoints: Mapping[int, tuple[str, int]], timeout_s: float, *, any_suffices: bool = False
 ) -> dict[int, str]:
-    """Connect to all addresses and ports at once; return the error of each that failed, by its key.
+    """Connect to all addresses and ports at once, and send what fills large packets, which an MTU on the way may stop.
 
-    ``any_suffices``: return as soon as one is connected; the others count as failed.
+    Return the error of each that failed, by its key. What is sent is acknowledged by the other machine's kernel, before
+    anybody accepts the connection.
+
+    ``any_suffices``: return as soon as one is connected, without sending; the others count as failed.
     """
+    large = bytes(10_000)  # more than the largest packet of Ethernet
     failed: dict[int, str] = {}
     pending: dict[socket.socket, int] = {}
+    sent: dict[socket.socket, int] = {}
     deadline = time.monotonic() + timeout_s
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
         for index, (address, port) in endpoints.items():
@@ -105,17 +113,33 @@ def unreachable(
                 selector.register(attempt, selectors.EVENT_WRITE)
             elif error:
                 failed[index] = os.strerror(error)
-        while pending and time.monotonic() < deadline:
+        while (pending or sent) and time.monotonic() < deadline:
             if any_suffices and len(failed) + len(pending) < len(endpoints):
                 break
-            for key, _ in selector.select(max(deadline - time.monotonic(), 0.0)):
+            # No event tells that all is acknowledged.
+            left_s = max(deadline - time.monotonic(), 0.0)
+            for key, _ in selector.select(min(left_s, 0.005) if sent else left_s):
                 attempt = key.fileobj  # type: ignore[assignment]
                 selector.unregister(attempt)
                 error = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 index = pending.pop(attempt)
                 if error:
                     failed[index] = os.strerror(error)
-    return failed | dict.fromkeys(pending.values(), f"no answer within {timeout_s:g} s")
+                elif not any_suffices:
+                    with contextlib.suppress(OSError):
+                        attempt.send(large)
+                    sent[attempt] = index
+            sent = {attempt: index for attempt, index in sent.items() if _unacknowledged(attempt)}
+    late = f"within {timeout_s:g} s"
+    failed |= dict.fromkeys(sent.values(), f"connected, but large packets did not arrive {late}: an MTU on the way")
+    return failed | dict.fromkeys(pending.values(), f"no answer {late}")
+
+
+def _unacknowledged(connection: socket.socket) -> int:
+    """Return how many sent bytes the other machine has not acknowledged."""
+    count = array.array("i", [0])
+    fcntl.ioctl(connection, termios.TIOCOUTQ, count)
+    return count[0]
 
 
 def _is_in_network(text: str, own: InterfaceAddress) -> bool:

@@ -242,6 +242,9 @@ class SshProcess(NodeProcess):
     def silent_s(self) -> float:
         return time.monotonic() - self._heard_at
 
+    def count_silence_anew(self) -> None:
+        self._heard_at = time.monotonic()
+
     # --- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
