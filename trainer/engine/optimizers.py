@@ -247,7 +247,7 @@ class Schedule:
         A schedule over epochs ends with the last of them. Where they have other numbers of steps than before, as with
         other ranks, that is not the step at which a training from the start ends.
         """
-        if same_data and state.get("planned") == self._planned:
+        if same_data and state["planned"] == self._planned:
             self._end = state["end"]
         elif falls_over_epochs(self._options):
             self._end = epochs_end(self._options, last_update(self._options, train, updates=state["updates"]))

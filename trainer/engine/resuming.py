@@ -48,9 +48,8 @@ class _Position(msgspec.Struct):
 
 class _Schedule(msgspec.Struct):
     updates: Count
-    # Absent from checkpoints of earlier versions:
-    planned: Count = 0
-    end: Count = 0
+    planned: Count
+    end: Count
 
 
 class _Best(msgspec.Struct):
