@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import shlex
+import threading
 import time
 import tomllib
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from launch_screens import TEXT, open_launch_screen, set_field, small_folder
+from launch_screens import TEXT, open_launch_screen, set_field, small_folder, validate_on_fixed_machine
 from row_texts import row_text
 from screens_at_rest import in_loop, screen_text, settle, toasts
 from small_disk import small_file_system
@@ -17,6 +19,7 @@ from textual.widgets import Input
 from waiting import LIMIT_S
 
 from gputrain_tui.console.screens.confirm import Confirm
+from gputrain_tui.console.validate_recipe import ValidatedRecipe
 from gputrain_tui.console.widgets.form import Form, form_lines
 from gputrain_tui.console.widgets.plan_view import PlanView, draw_plan, wrap_command
 from gputrain_tui.console.widgets.preflight_summary import PreflightSummary
@@ -415,6 +418,32 @@ async def test_changes_stay_with_their_recipe_while_another_is_selected(folder: 
         await settle(pilot)
         assert screen.draft.changes == {"train.lr": "0.5"}
         assert "1 change not saved" in screen_text(app)
+
+
+@in_loop
+async def test_while_another_recipe_is_checked_plan_and_verdict_are_not_those_of_the_one_before(folder: Path) -> None:
+    (folder / "recipes" / "zebra.toml").write_text(TEXT.replace("tiny", "zebra"))
+    answered = threading.Event()
+
+    def validate(text: str, **options: Any) -> ValidatedRecipe:
+        if "zebra" in text:
+            answered.wait(LIMIT_S)
+        return validate_on_fixed_machine(text, **options)
+
+    async with open_launch_screen((120, 40), validate=validate) as (app, pilot, screen):
+        await settle(pilot)
+        assert "✓ ready" in screen_text(app)
+        await pilot.press("down")
+        await pilot.pause()
+        try:
+            assert "recipes/zebra.toml" in screen_text(app)
+            assert "✓ ready" not in screen_text(app)
+            assert "checking …" in screen_text(app)
+            assert screen.copyable() is None, "there is no command to copy"
+        finally:
+            answered.set()
+        await settle(pilot)
+        assert "✓ ready" in screen_text(app)
 
 
 @in_loop

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from textual.widgets import Input
 
 from gputrain_tui.console.app import GputrainApp
 from gputrain_tui.console.screens.launch_screen import LaunchScreen
-from gputrain_tui.console.validate_recipe import ValidatedRecipe
+from gputrain_tui.console.validate_recipe import ValidatedRecipe, validate_recipe
 from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.plan.planner import plan
 from gputrain_tui.preflight import PreflightFacts, run_checks
@@ -109,13 +109,16 @@ def validate_on_fixed_machine(
 
 @asynccontextmanager
 async def open_launch_screen(
-    size: tuple[int, int] = (140, 40), *, gpus: dict[str, tuple[int, ...]] | None = None
+    size: tuple[int, int] = (140, 40),
+    *,
+    gpus: dict[str, tuple[int, ...]] | None = None,
+    validate: Callable[..., ValidatedRecipe] = validate_recipe,
 ) -> AsyncIterator[tuple[GputrainApp, Pilot[int], LaunchScreen]]:
     """Open the launch screen on the recipes of the working directory, with previously selected GPUs."""
     app = quiet_app()
     async with app.run_test(size=size, notifications=True) as pilot:
         app.session.gpus = gpus or {}
-        screen = LaunchScreen(debounce_s=0)
+        screen = LaunchScreen(debounce_s=0, validate=validate)
         await open_screen(pilot, screen)
         yield app, pilot, screen
 

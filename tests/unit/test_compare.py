@@ -5,6 +5,7 @@ from math import isnan
 import pytest
 from row_texts import row_text
 
+from gputrain_tui.console.screens.compare_screen import Differences
 from gputrain_tui.console.widgets.overlay_chart import OverlayLine, draw_overlay, legend
 from gputrain_tui.history.comparison import CurveHistory, CurvePoints, DifferingValues, differences, resampled
 from gputrain_tui.recipe.build import build
@@ -199,3 +200,9 @@ def test_the_axis_is_labelled_in_steps_or_in_time() -> None:
     assert row_text(draw_overlay(lines, 60, 8, last=100)[-1]).endswith("step 100")
     assert row_text(draw_overlay(lines, 60, 8, last=100, over_time=True)[-1]).endswith("1:40")
     assert any("no step yet" in row_text(row) for row in draw_overlay([], 60, 9, last=100))
+
+
+def test_a_long_key_of_a_recipe_keeps_its_end() -> None:
+    table = Differences(2)
+    table.differences = [DifferingValues(key="cluster.nodes[0].cpu_ranks", values=("2", "–"))]
+    assert "…odes[0].cpu_ranks 2 " in row_text(table.row(table.differences[0], 58))

@@ -12,7 +12,7 @@ from textual.containers import Vertical
 from gputrain_tui.console.screens.chart_screen import SMOOTHING_STEPS, offer_metrics
 from gputrain_tui.console.screens.console_screen import Page, next_of
 from gputrain_tui.console.widgets.canvas import Listing
-from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, fit_row, title_row
+from gputrain_tui.console.widgets.drawing import EMPTY, Row, centred_text, crop_start, fit_row, pad, title_row
 from gputrain_tui.console.widgets.overlay_chart import OverlayChart
 from gputrain_tui.history.comparison import MEASURES, DifferingValues
 from gputrain_tui.history.run_folders import Run
@@ -50,7 +50,7 @@ class Differences(Listing[DifferingValues]):
 
     def row(self, line: DifferingValues, width: int) -> Row:
         keys, cells = self._widths(width)
-        row: Row = [(" ", "base"), (line.key[: keys - 1].ljust(keys), "dim")]
+        row: Row = [(" ", "base"), (pad(crop_start(line.key, keys - 1), keys), "dim")]
         for value in line.values:
             text = printable(value) or EMPTY
             text = text if len(text) <= cells else text[: cells - 1] + "…"

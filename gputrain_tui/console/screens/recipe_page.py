@@ -149,6 +149,9 @@ class RecipePage(Page):
                 text = str(error) if isinstance(error, RequestError) else f"{path} cannot be read: {error}"
                 self.console.report(text, alarm=True)
                 return
+        if path != self._path:  # plan and preflight are those of the recipe before
+            self.plan_view.show(None, "")
+            self.preflight.show((), "")
         self._path = path
         self._validation = None
         self._leave_editor()

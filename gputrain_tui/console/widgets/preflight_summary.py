@@ -11,14 +11,19 @@ from gputrain_tui.preflight import CheckResult, errors, summary, warnings
 from gputrain_tui.tables import printable
 
 
-def draw_preflight(results: Sequence[CheckResult], problem: str, width: int, height: int) -> list[Row]:
-    """Return a summary and the worst results; or the ``problem`` of a recipe that could not be checked."""
+def draw_preflight(
+    results: Sequence[CheckResult], problem: str, width: int, height: int, *, waiting: bool = False
+) -> list[Row]:
+    """Return a summary and the worst results; or the ``problem`` of a recipe that could not be checked.
+
+    ``waiting``: they are those before the last change.
+    """
     title = ("preflight", "title")
     blocks = _blocks(results, problem, width)
+    if waiting or not (results or problem):
+        return [title_row(width, [title, ("  checking …", "dim")]), *chain(*blocks)][:height]
     if problem:
         return [title_row(width, [title, ("  ✗ the recipe has an error", "error")]), *chain(*blocks)][:height]
-    if not results:
-        return [title_row(width, [title, ("  checking …", "dim")])]
     stopping, doubtful = errors(results), warnings(results)
     sign, role = ("✗", "error") if stopping else ("!", "warning") if doubtful else ("✓", "good")
     verdict = f"  {sign} {'ready, ' if doubtful and not stopping else ''}{summary(results)}"
@@ -63,7 +68,7 @@ class PreflightSummary(Canvas):
         self.redraw()
 
     def show(self, results: Sequence[CheckResult], problem: str) -> None:
-        self._results, self._problem = results, problem
+        self._results, self._problem, self._waiting = results, problem, False
         self.redraw()
 
     def lines(self, width: int) -> int:
@@ -72,4 +77,4 @@ class PreflightSummary(Canvas):
     def draw(self, width: int, height: int) -> list[Row]:
         if not (self._waiting or self._results or self._problem):
             return [title_row(width, [("preflight", "title")])]
-        return draw_preflight(self._results, self._problem, width, height)
+        return draw_preflight(self._results, self._problem, width, height, waiting=self._waiting)
