@@ -164,6 +164,17 @@ def test_a_layer_that_never_has_a_gradient_is_told_once(
     [
         ("LazyTask", {}, "the model is a LazyLinear, whose parameters have no shape before its first batch"),
         ("LbfgsTask", {}, "the task's optimizer is LBFGS, whose step computes the loss several times"),
+        ("OwnOptimizer", {}, "--optimizer does nothing beside the task's own optimizer, RMSprop: leave it out"),
+        (
+            "OwnOptimizer",
+            {"optimizer": "adamw", "weight_decay": 0.1},
+            "--weight-decay does nothing beside the task's own",
+        ),
+        (
+            "OwnOptimizer",
+            {"optimizer": "adamw"},
+            "--lr 0.05 does nothing beside the task's own optimizer, RMSprop, whose",
+        ),
         ("InputGradient", {}, "loss() computes a gradient in a validation, which records none"),
         ("InputGradient", {"valid_every_epochs": 2}, "`with torch.enable_grad():`"),
     ],
@@ -174,6 +185,11 @@ def test_what_the_loop_cannot_train_is_one_line_with_the_remedy(
     done = one_rank(task, **options)
     assert message in done["error"]
     assert "\n" not in done["error"]
+
+
+@pytest.mark.parametrize("lr", [(0.001,), (0.02,), (0.02, 0.01)])
+def test_a_learning_rate_of_the_tasks_own_optimizer_is_taken(lr: tuple[float, ...]) -> None:
+    assert one_rank("OwnOptimizer", optimizer="adamw", lr=lr)["error"] == ""
 
 
 def test_a_gradient_in_a_validation_can_be_enabled_by_the_task() -> None:

@@ -243,6 +243,11 @@ class LbfgsTask(Regression):
         return torch.optim.LBFGS(model.parameters())
 
 
+class OwnOptimizer(Regression):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.RMSprop(model.parameters(), lr=0.02)
+
+
 class InputGradient(Regression):
     """A penalty on the gradient with respect to the input; with ``enabled`` it can be computed in a validation."""
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gputrain_tui.console.widgets.findings import finding_entries
@@ -80,6 +81,17 @@ def test_the_help_of_a_flag_that_turns_off_says_so() -> None:
     for entry in turns_off:
         assert re.match(r"--no-[\w-]+ turn off, as it is on by default: \w", entry), entry
         assert "unless this is given" not in entry
+
+
+def test_the_help_of_a_flag_names_a_default_that_there_is() -> None:
+    class Options(msgspec.Struct):
+        weights: list[float] = []
+        name: str = ""
+        sizes: tuple[int, ...] = (1, 2)
+
+    text = render("own", describe(Options), 100)
+    own = text[text.index("Options of task own:") :].partition("\n\n")[0]
+    assert re.findall("default:.*", own) == ["default: 1,2"]
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def _default(option: Option) -> str:
     value: Any = option.default
     if option.required:
         return "required"
-    if option.kind == "bool" or value is None or value == "" or "default:" in option.help:
+    if option.kind == "bool" or value in (None, "", [], ()) or "default:" in option.help:
         return ""
     if isinstance(value, str) and value != value.strip():
         return f"default: {value!r}"

@@ -302,7 +302,9 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             aliases=["--checkpoint-activations"],
         ),
     ] = False
-    log_interval: Annotated[int, _duration("print the loss every N optimizer steps; 0: every two seconds", ge=0)] = 0
+    log_interval: Annotated[
+        int, _duration("print the loss of rank 0 every N optimizer steps; 0: every two seconds", ge=0)
+    ] = 0
     count_flops: Annotated[
         Literal["auto", "on", "off"],
         _numerics("count the FLOPs of the first steps, to show the share of the GPU's peak; auto: on GPUs only"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer
 
 from trainer.contract.errors import RequestError
-from trainer.contract.option_rules import FALLING, flag_of, schedule_conflict, schedule_end
+from trainer.contract.option_rules import FALLING, OF_ONE, flag_of, schedule_conflict, schedule_end
 from trainer.contract.options import Training
 from trainer.data.batches import EpochBatches
 from trainer.data.stream_batches import StreamBatches
@@ -35,6 +35,7 @@ def training_optimizer(task: Task, model: nn.Module, options: Training) -> Optim
     own = task.optimizer(model)
     if own is not None:
         _require_plain_step(own)
+        _require_no_settings(own, options)
         return own
     sparse = bool(with_sparse_gradient(model))
     if sparse and (options.optimizer not in ("sgd", "adagrad") or options.weight_decay):
@@ -65,6 +66,21 @@ def _require_plain_step(optimizer: Optimizer) -> None:
         raise RequestError(
             f"the task's optimizer is {type(optimizer).__name__}, whose step computes the loss several times (a "
             "closure); this loop does so once: take another, such as Adam or SGD"
+        )
+
+
+def _require_no_settings(own: Optimizer, options: Training) -> None:
+    """Refuse settings that a task's own optimizer does not take."""
+    kind, defaults = type(own).__name__, Training()
+    of_named = [name for name, (other, _) in OF_ONE.items() if other == "optimizer"]
+    for name in ("optimizer", "weight_decay", "decay_norms", *of_named):
+        if getattr(options, name) != getattr(defaults, name):
+            raise RequestError(f"{flag_of(name)} does nothing beside the task's own optimizer, {kind}: leave it out")
+    rates = [float(group["lr"]) for group in own.param_groups]
+    if options.lr[0] not in (defaults.lr[0], *rates):
+        raise RequestError(
+            f"--lr {options.lr[0]:g} does nothing beside the task's own optimizer, {kind}, whose rate is {rates[0]:g}: "
+            "leave it out, or set it there"
         )
 
 
