@@ -63,7 +63,7 @@ class RecipePage(Page):
         self._path: Path | None = None
         self._validation: ValidatedRecipe | None = None
         self._validation_of: tuple[str, list[str]] | None = None
-        """Text and settings of the draft to which ``_found`` belongs."""
+        """Text and settings of the draft to which ``_validation`` belongs."""
         self._fields: list[Field] = []
         self._messages: dict[str, FieldMessage] = {}
         self._prompt_for: Field | str | None = None
