@@ -505,6 +505,30 @@ def test_a_run_goes_on_when_the_sshd_of_a_host_is_restarted_with_all_its_connect
 
 
 @pytest.mark.slow
+def test_the_cause_of_a_run_that_lost_a_connection_has_the_reason_for_which_it_is_not_opened_again(
+    cluster: SshCluster,
+) -> None:
+    cluster.use(["h2", "h3"], [1, 1])
+    cluster.write("host_timeout = 8", **ENDLESS)
+    command = cluster.start("run", "recipe.toml")
+    cluster.train(command)
+    known = cluster.lab.folder / "known_hosts"
+    before = known.read_text()
+    keys = dict(line.split(" ", 1) for line in before.splitlines())
+    h2, h3 = (f"{host.name},{host.address}" for host in (cluster.h2, cluster.h3))
+    known.write_text("".join(f"{name} {key}\n" for name, key in {**keys, h3: keys[h2]}.items()))
+    try:
+        for pid, words in cluster.h3.processes().items():
+            if words.startswith("sshd: root"):
+                os.kill(pid, signal.SIGKILL)
+        output, _ = command.communicate(timeout=LIMIT_S)
+    finally:
+        known.write_text(before)
+    assert command.returncode == 1, output
+    assert "h3: its host key has changed" in output
+
+
+@pytest.mark.slow
 def test_a_stop_waits_for_a_silent_host_no_longer_than_its_time_limit(cluster: SshCluster) -> None:
     cluster.use(["h2", "h3"], [1, 1])
     cluster.write_torch_free("host_timeout = 8")
