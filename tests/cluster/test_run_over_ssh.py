@@ -554,7 +554,7 @@ def test_what_was_stopped_on_the_launching_host_blames_no_host_of_a_run_that_has
     cluster: SshCluster, stopped: str, silences: list[str]
 ) -> None:
     cluster.use(["h1", "h2"], [1, 1])
-    cluster.write_torch_free(steps=200)
+    cluster.write_torch_free(steps=200 if stopped == "ssh" else 600)
     command = cluster.start("run", "recipe.toml")
     cluster.train(command)
     to_h2 = [pid for pid, words in cluster.h0.processes().items() if words.startswith("ssh") and " h2 " in words]
@@ -563,10 +563,11 @@ def test_what_was_stopped_on_the_launching_host_blames_no_host_of_a_run_that_has
         os.kill(pid, signal.SIGSTOP)
     if stopped == "ssh":
         wait_until(lambda: cluster.findings("host_silent"), "h2 is silent", [command])
+        ended = "h2 has finished"
+        wait_until(lambda: not any("-m trainer" in words for words in cluster.h2.processes().values()), ended)
     else:
         lock = RunDir(cluster.record).lock
         wait_until(lambda: time.time() - lock.stat().st_mtime > 7, "it hears nothing for seven seconds", [command])
-    wait_until(lambda: not any("-m trainer" in words for words in cluster.h2.processes().values()), "h2 has finished")
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
     output, _ = command.communicate(timeout=LIMIT_S)
