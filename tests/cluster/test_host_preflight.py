@@ -416,7 +416,7 @@ def test_ways_ports_and_files_between_hosts_are_tried_before_anything_is_loaded(
     (port,) = found.pop("h2")
     assert port["what"].startswith("port 29600 is in use by ")
     assert (port["key"], port["fix"]) == ("cluster.port", "set cluster.port to another one, or end that process")
-    lost = "connected, but large packets did not arrive within 4 s: an MTU on the way"
+    lost = "connected, but large packets did not arrive within 4 s: an MTU on the way is too small"
     assert {host: [(each["what"], each["key"]) for each in lines] for host, lines in found.items()} == {
         "h3": [(f"h3 cannot reach h4 at {h4.address} (No route to host)", "cluster.nodes[3].host")],
         "h4": [(f"h4 cannot reach h3 at {h3.address} (No route to host)", "cluster.nodes[2].host")],

@@ -505,6 +505,30 @@ def test_a_run_goes_on_when_the_sshd_of_a_host_is_restarted_with_all_its_connect
 
 
 @pytest.mark.slow
+def test_the_cause_of_a_run_that_lost_a_connection_has_the_reason_for_which_it_is_not_opened_again(
+    cluster: SshCluster,
+) -> None:
+    cluster.use(["h2", "h3"], [1, 1])
+    cluster.write("host_timeout = 8", **ENDLESS)
+    command = cluster.start("run", "recipe.toml")
+    cluster.train(command)
+    known = cluster.lab.folder / "known_hosts"
+    before = known.read_text()
+    keys = dict(line.split(" ", 1) for line in before.splitlines())
+    h2, h3 = (f"{host.name},{host.address}" for host in (cluster.h2, cluster.h3))
+    known.write_text("".join(f"{name} {key}\n" for name, key in {**keys, h3: keys[h2]}.items()))
+    try:
+        for pid, words in cluster.h3.processes().items():
+            if words.startswith("sshd: root"):
+                os.kill(pid, signal.SIGKILL)
+        output, _ = command.communicate(timeout=LIMIT_S)
+    finally:
+        known.write_text(before)
+    assert command.returncode == 1, output
+    assert "h3: its host key has changed" in output
+
+
+@pytest.mark.slow
 def test_a_stop_waits_for_a_silent_host_no_longer_than_its_time_limit(cluster: SshCluster) -> None:
     cluster.use(["h2", "h3"], [1, 1])
     cluster.write_torch_free("host_timeout = 8")
@@ -530,7 +554,7 @@ def test_what_was_stopped_on_the_launching_host_blames_no_host_of_a_run_that_has
     cluster: SshCluster, stopped: str, silences: list[str]
 ) -> None:
     cluster.use(["h1", "h2"], [1, 1])
-    cluster.write_torch_free(steps=200)
+    cluster.write_torch_free(steps=200 if stopped == "ssh" else 600)
     command = cluster.start("run", "recipe.toml")
     cluster.train(command)
     to_h2 = [pid for pid, words in cluster.h0.processes().items() if words.startswith("ssh") and " h2 " in words]
@@ -539,10 +563,11 @@ def test_what_was_stopped_on_the_launching_host_blames_no_host_of_a_run_that_has
         os.kill(pid, signal.SIGSTOP)
     if stopped == "ssh":
         wait_until(lambda: cluster.findings("host_silent"), "h2 is silent", [command])
+        ended = "h2 has finished"
+        wait_until(lambda: not any("-m trainer" in words for words in cluster.h2.processes().values()), ended)
     else:
         lock = RunDir(cluster.record).lock
         wait_until(lambda: time.time() - lock.stat().st_mtime > 7, "it hears nothing for seven seconds", [command])
-    wait_until(lambda: not any("-m trainer" in words for words in cluster.h2.processes().values()), "h2 has finished")
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
     output, _ = command.communicate(timeout=LIMIT_S)

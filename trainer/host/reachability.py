@@ -131,7 +131,8 @@ def unreachable(
                     sent[attempt] = index
             sent = {attempt: index for attempt, index in sent.items() if _unacknowledged(attempt)}
     late = f"within {timeout_s:g} s"
-    failed |= dict.fromkeys(sent.values(), f"connected, but large packets did not arrive {late}: an MTU on the way")
+    lost = f"connected, but large packets did not arrive {late}: an MTU on the way is too small"
+    failed |= dict.fromkeys(sent.values(), lost)
     return failed | dict.fromkeys(pending.values(), f"no answer {late}")
 
 

@@ -304,7 +304,8 @@ class SshProcess(NodeProcess):
             if now >= self._room_at:
                 self._await_room()
             if now >= self._give_up_at:
-                raise HostError("it does not answer; its agent stops the node when its ranks record no more steps")
+                why = self.problem or "it does not answer"
+                raise HostError(f"{why}; its agent stops the node when its ranks record no more steps")
             if not is_started and now > hello_deadline:
                 raise HostError(f"it did not answer within {HELLO_S:g} s")
             if is_started and self._level > sent_level:
@@ -322,7 +323,7 @@ class SshProcess(NodeProcess):
                     continue
                 match arrived.kind:
                     case "started":
-                        started, is_started = decoded(arrived, STARTED), True
+                        started, is_started, self.problem = decoded(arrived, STARTED), True, ""
                         self.identity = started.agent
                         if not started.shared:
                             remote = RemoteNode(host=self.host, run_dir=started.run_dir)
