@@ -68,11 +68,8 @@ class StepReading(NamedTuple):
             yield from self.collectives.marks()
 
 
-def synchronisation(reading: StepReading, clock: Clock, layout: Sequence[int]) -> SyncTimes | None:
-    """Return the synchronisation of a step whose marks are ready; None where it was not measured.
-
-    ``layout`` are the bucket sizes of the step before.
-    """
+def synchronisation(reading: StepReading, clock: Clock) -> SyncTimes | None:
+    """Return the synchronisation of a step whose marks are ready; None where it was not measured."""
     log, syncs = reading.log, reading.syncs
     sizes = tuple([size for buckets in syncs for size in buckets.sizes])
     detailed = bool(syncs) and syncs[0].detailed
@@ -83,7 +80,7 @@ def synchronisation(reading: StepReading, clock: Clock, layout: Sequence[int]) -
         return None
     sync_ms = sum([buckets.sync_ms(clock) for buckets in syncs])
     exposed_ms = sum([buckets.exposed_ms(clock) for buckets in syncs])
-    stable = reading.warm and sizes == tuple(layout)
+    stable = reading.warm and all(buckets.stable for buckets in syncs)
     unsent = sum([buckets.unsent_bytes for buckets in syncs])
     return SyncTimes(sync_ms, exposed_ms, sizes, stable, bucket_ms, unsent)
 
