@@ -156,8 +156,11 @@ def _unseen(state: RunState) -> list[str]:
     """Return what was not seen of a script's steps, and why; nothing where no step was."""
     totals = [view.totals for view in state.ranks.values() if view.totals.steps]
     unseen = []
-    if totals and not any(sums.samples for sums in totals):
-        unseen.append("samples: no batch was seen whose tensors have one leading dimension")
+    if totals and not any(sums.counts_samples for sums in totals):
+        unseen.append(
+            "samples: no batch was seen whose tensors have one leading dimension; if a step calls several models, only "
+            "those of a DataLoader are"
+        )
     if totals and all(sums.whole_steps and sums.share("data") is None for sums in totals):
         unseen.append("the wait for data: it comes from no torch DataLoader (trainer.watch times any: watched.batches)")
     if totals and not any(sums.loss_steps for sums in totals):
@@ -207,7 +210,8 @@ def status_line(state: RunState, *, status: str | None = None, elapsed_s: float 
     took += f", {duration(compile_s)} of it compiling" if compile_s >= 1 else ""
     # The steps of a script are those of its last attempt or job; samples, rates and times are of all.
     begun_anew = state.counts_anew
-    samples = sum(view.totals.samples for view in (*state.ranks.values(), *state.former.values()))
+    sums = [view.totals for view in (*state.ranks.values(), *state.former.values())]
+    samples = sum(each.samples for each in sums if each.counts_samples)
     status = status or state.status
     style = "alarm" if status == "failed" else "bold"
     since = " since then" if restarts else " in the last one" if jobs > 1 else " since its last start"

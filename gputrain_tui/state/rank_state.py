@@ -182,6 +182,7 @@ class RankView:
             steps=totals.steps + steps - before[0],
             samples=totals.samples + samples - before[1],
             tokens=totals.tokens + tokens - before[2],
+            counted_steps=totals.counted_steps + steps * bool(samples) - before[0] * bool(before[1]),
         )
         done = int(gap.evidence.get("step", 0)) if gap.state == "raised" and gap.cause else 0
         self.unrecorded_step = done if self.last is None or gap.time >= self.last.time else 0

@@ -65,6 +65,8 @@ class Totals(NamedTuple):
     """Tokens of those steps."""
     compile_ms: float = 0.0
     """Of ``torch.compile``, which is in no duration of a step."""
+    counted_steps: int = 0
+    """Steps whose samples are known."""
 
     def plus(self, event: Step) -> Totals:
         """Return the sums with one more event; an absent value adds nothing.
@@ -74,7 +76,7 @@ class Totals(NamedTuple):
         (
             steps, samples, tokens, step_ms, timed_steps, whole_ms, whole_steps, data_ms, forward_ms, backward_ms,
             sync_ms, optimizer_ms, other_ms, exposed_ms, synced_steps, loss, loss_steps, sample_loss, loss_samples,
-            sample_ms, timed_samples, token_ms, timed_tokens, compile_ms,
+            sample_ms, timed_samples, token_ms, timed_tokens, compile_ms, counted_steps,
         ) = self  # fmt: skip
         n, duration_ms, mean_wait_ms = event.steps, event.step_ms, event.sync_exposed_ms
         event_samples, event_tokens = event.samples, event.tokens
@@ -129,7 +131,7 @@ class Totals(NamedTuple):
             steps + n, samples + (event_samples or 0), tokens + (event_tokens or 0), step_ms, timed_steps, whole_ms,
             whole_steps, data_ms, forward_ms, backward_ms, sync_ms, optimizer_ms, other_ms, exposed_ms, synced_steps,
             loss, loss_steps, sample_loss, loss_samples, sample_ms, timed_samples, token_ms, timed_tokens,
-            compile_ms + (event.compile_ms or 0.0),
+            compile_ms + (event.compile_ms or 0.0), counted_steps + (0 if event_samples is None else n),
         ))  # fmt: skip
 
     def since(self, earlier: Totals) -> Totals:
@@ -143,9 +145,15 @@ class Totals(NamedTuple):
         return self.loss / self.loss_steps if self.loss_steps else None
 
     @property
+    def counts_samples(self) -> bool:
+        """Whether the samples of most steps are known: those of the others are neither a count nor a rate of all."""
+        return self.samples > 0 and 2 * self.counted_steps >= self.steps
+
+    @property
     def samples_per_s(self) -> float | None:
-        """Samples per second of stepping; None where no step has any."""
-        return 1000 * self.timed_samples / self.sample_ms if self.timed_samples and self.sample_ms > 0 else None
+        """Samples per second of stepping; None where they are not known."""
+        is_known = self.counts_samples and self.timed_samples and self.sample_ms > 0
+        return 1000 * self.timed_samples / self.sample_ms if is_known else None
 
     @property
     def steps_per_s(self) -> float | None:

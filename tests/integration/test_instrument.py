@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from trainer.contract.record import Step, decode_events
+from trainer.contract.record import Step, decode_events, single_steps
 from trainer.telemetry import instrument
 
 BATCH = 8
@@ -505,6 +505,86 @@ def test_ranks_that_run_out_of_data_average_over_those_that_have_some_and_measur
 def _bucket_bytes(event: Step) -> int:
     assert event.sync_bytes is not None
     return event.sync_bytes - round(sum(group.bytes for group in event.groups or ()))
+
+
+def one_model_after_the_other(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    models = [DDP(net()), DDP(net())]
+    trained = [(model, sgd(model)) for model in models]
+    return models, [train(*each, torch.randn(BATCH, 4)) for each in trained for _ in range(steps // 2)]
+
+
+def embedding_before_the_model(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    embedding, model = nn.Linear(4, 4), DDP(net())
+    optimizer = sgd(model)
+    return [model], [train(model, optimizer, embedding(torch.randn(BATCH, 4)).detach()) for _ in range(steps)]
+
+
+def pipeline(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """Each rank has a stage; in each step there are two micro-batches, all forward passes first."""
+    stage: nn.Module = nn.Linear(4, 4) if rank == 0 else nn.Linear(4, 1)
+    optimizer = sgd(stage)
+    losses = []
+    for _ in range(steps):
+        halves = torch.randn(2, BATCH // 2, 4).unbind()
+        if rank == 0:
+            outputs = [stage(half) for half in halves]
+            for output in outputs:
+                dist.send(output.detach(), 1)
+            for output, half in zip(outputs, halves, strict=True):
+                dist.recv(half, 1)
+                output.backward(half)
+        else:
+            for half in halves:
+                dist.recv(half, 0)
+                loss = stage(half.requires_grad_()).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+            for half in halves:
+                assert half.grad is not None
+                dist.send(half.grad, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [stage], losses
+
+
+@pytest.mark.parametrize(
+    ("loop", "by_rank"),
+    [
+        (one_model_after_the_other, (STEPS * BATCH, STEPS * BATCH)),
+        (embedding_before_the_model, (STEPS * BATCH, STEPS * BATCH)),
+        (pipeline, (None, STEPS * BATCH)),
+    ],
+)
+def test_a_sample_counts_once_whatever_the_number_of_models(
+    gang: Gang, tmp_path: Path, loop: Loop, by_rank: tuple[int | None, int | None]
+) -> None:
+    gang.run(_run, str(tmp_path), loop, STEPS)
+    for rank, samples in enumerate(by_rank):
+        recorded = [event.samples for event in _steps(tmp_path, rank)]
+        assert (None if None in recorded else sum(filter(None, recorded))) == samples
+
+
+def generator_at_every_third_step(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """Two models without a DataLoader, of which one reduces its gradients in some steps only."""
+    generator, critic = DDP(nn.Linear(4, 4)), DDP(net())
+    of_generator, of_critic = sgd(generator), sgd(critic)
+    for number in range(steps):
+        train(critic, of_critic, torch.randn(2 * BATCH, 4))
+        if number % 3 == 2:
+            critic(generator(torch.randn(BATCH, 4))).mean().backward()
+            of_generator.step()
+    return [generator, critic], []
+
+
+def test_synchronisation_is_measured_where_the_models_of_a_step_vary_and_samples_are_then_unknown(
+    gang: Gang, tmp_path: Path
+) -> None:
+    gang.run(_run, str(tmp_path), generator_at_every_third_step, 30)
+    for rank in range(2):
+        steps = [step for event in _steps(tmp_path, rank) for step in single_steps(event)]
+        assert len(steps) == 30
+        assert all(step.sync_exposed_ms is not None for step in steps[12:]), "once DDP has rebuilt both models' buckets"
+        assert all(step.samples is None for step in steps[4:])
 
 
 class Slow(Dataset[Tensor]):

@@ -68,7 +68,7 @@ def test_without_samples_every_face_has_steps_a_second_and_no_number_that_was_no
         assert "steps/s" in text, text
         for wrong in (" samples", "smp/s", "0.0000", " 0.0 "):
             assert wrong not in text.replace("not seen   samples", ""), text
-    assert "not seen   samples: no batch was seen whose tensors have one leading dimension\n" in text
+    assert "not seen   samples: no batch was seen whose tensors have one leading dimension; if a step calls" in text
     assert "not seen   the wait for data: it comes from no torch DataLoader" in text
 
 
@@ -89,6 +89,15 @@ def test_a_rate_is_over_the_steps_whose_samples_are_known() -> None:
     state = state_of(8, steps=10)
     state.apply(a_step(0, 11, samples=None, step_ms=10_000.0))
     assert state.figures.samples_per_s == pytest.approx(160.0)
+
+
+def test_samples_of_a_few_steps_are_neither_a_rate_nor_a_count_of_all() -> None:
+    state = state_of(8, steps=10)
+    for number in range(11, 31):
+        state.apply(a_step(0, number, samples=None))
+    for text in faces(state):
+        assert "steps/s" in text, text
+        assert " samples" not in text.replace("not seen   samples", ""), text
 
 
 def test_data_of_no_loader_has_no_share_and_phases_still_add_up() -> None:

@@ -42,6 +42,8 @@ class Buckets:
     """Whether each bucket's end and norm are measured too."""
     ready: list[Mark] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    stable: bool = False
+    """Whether they are those of the model's synchronisation before, which DDP has not rebuilt since."""
     unsent_bytes: int = 0
     """Bytes of rows that are zero on all ranks and were not sent."""
     norms: list[Tensor] = field(default_factory=list)
@@ -167,6 +169,8 @@ class BucketHook:
         self._measuring = self._detailed = False
         self._syncs: list[Buckets] = []
         """Synchronisations not yet taken; the last one may be incomplete."""
+        self._sizes: Sequence[int] = ()
+        """Bucket sizes of the last synchronisation that was taken."""
         self._inner = inner if relay is None else relay.inner
         self._hook: CommHook = (
             self._wrap_inner if self._inner is not None else self._reduce_and_wait if waits else self._reduce_async
@@ -205,6 +209,7 @@ class BucketHook:
         for buckets in syncs:
             if not buckets.complete():
                 return ()
+            buckets.stable, self._sizes = buckets.sizes == self._sizes, buckets.sizes
         return syncs
 
     # ------------------------------------------------------------------------------------- three ways to reduce

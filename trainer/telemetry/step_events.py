@@ -80,11 +80,8 @@ class StepReading(NamedTuple):
             yield from self.collectives.marks()
 
 
-def synchronisation(reading: StepReading, clock: Clock, layout: Sequence[int]) -> SyncTimes | None:
-    """Return the synchronisation of a step whose marks are ready; None where it was not measured.
-
-    ``layout`` are the bucket sizes of the step before.
-    """
+def synchronisation(reading: StepReading, clock: Clock) -> SyncTimes | None:
+    """Return the synchronisation of a step whose marks are ready; None where it was not measured."""
     syncs = reading.syncs
     if not syncs:
         return None
@@ -92,7 +89,7 @@ def synchronisation(reading: StepReading, clock: Clock, layout: Sequence[int]) -
     bucket_ms = [ms for buckets in syncs for ms in buckets.bucket_ms(clock)] if syncs[0].detailed else None
     sync_ms = sum([buckets.sync_ms(clock) for buckets in syncs])
     exposed_ms = sum([buckets.exposed_ms(clock) for buckets in syncs])
-    stable = reading.warm and sizes == tuple(layout)
+    stable = reading.warm and all(buckets.stable for buckets in syncs)
     unsent = sum([buckets.unsent_bytes for buckets in syncs])
     return SyncTimes(sync_ms, exposed_ms, sizes, stable, bucket_ms, unsent)
 

@@ -44,7 +44,6 @@ class StepRecorder:
         self.synchronised = synchronised
         """Whether the ranks exchange gradients."""
         self._wire_ratio = wire_ratio
-        self._layout: Sequence[int] = ()
         self._pending: deque[StepReading] = deque()
         self.add: Callable[[StepReading], None] = self._pending.append
         """Queue the readings of a step; called between two steps."""
@@ -118,9 +117,7 @@ class StepRecorder:
         if is_slow and reading.collectives is not None:
             reading.collectives.detailed = True
             self._flush()
-        sync = synchronisation(reading, clock, self._layout)
-        if reading.syncs and sync is not None:
-            self._layout = tuple(sync.bucket_bytes or ())
+        sync = synchronisation(reading, clock)
         event = step_event(
             reading, clock, sync, rank=self._rank, synchronised=self.synchronised, wire_ratio=self._wire_ratio
         )

@@ -45,7 +45,7 @@ class RankRow(NamedTuple):
 
 def rate_in_steps(views: Iterable[RankView]) -> bool:
     """Return whether no rank counts samples although some have done steps."""
-    return not any(view.totals.samples for view in views) and any(view.totals.steps for view in views)
+    return not any(view.totals.counts_samples for view in views) and any(view.totals.steps for view in views)
 
 
 def _state(row: RankRow) -> str | None:

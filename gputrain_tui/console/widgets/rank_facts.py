@@ -32,7 +32,7 @@ def facts(state: RunState, rank: int, now: float, *, standing_still: bool = Fals
     reported = EMPTY
     if view.time is not None and state.ended is None:
         reported = f"{duration(max(0.0, now - view.time))} ago"
-    counts_samples = bool(view.totals.samples)
+    counts_samples = view.totals.counts_samples
     rate = sums.samples_per_s if counts_samples else sums.steps_per_s
     rates = {"samples/s" if counts_samples or not last else "steps/s": EMPTY if standing_still else format_value(rate)}
     if counts_samples:

@@ -115,6 +115,11 @@ class CollectiveMeter:
         """Return the collectives of the step that ends; None before the first one, and after a fault."""
         return self._step if self._seen and self.fault is None else None
 
+    @property
+    def sends(self) -> bool:
+        """Whether the step has sent to a single rank or received from one, as the stages of a pipeline do."""
+        return any(call.operation in ("send", "recv") for call in self._step.calls)
+
     def exclude(self, phases: int) -> None:
         """Drop the collectives after the first ``phases`` phases of the step."""
         step = self._step

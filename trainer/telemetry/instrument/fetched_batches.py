@@ -23,6 +23,8 @@ class FetchedBatches:
     def __init__(self) -> None:
         self.size: BatchSize = (0, None)
         """Samples and tokens of the step so far."""
+        self.are_counted = False
+        """Whether the size of any batch was added."""
         self._fetched: set[ref[Any]] = set()
         """Data iterators that have given a batch since the model was last trained."""
         self._trained: set[ref[Any]] = set()
@@ -39,6 +41,7 @@ class FetchedBatches:
     def add(self, iterator: Any, batch: Any | None) -> None:
         self._fetched.add(ref(iterator))
         if batch is not None:
+            self.are_counted = True
             self.size = plus(self.size, size_of(batch))
 
     def end(self, iterator: Any) -> bool:

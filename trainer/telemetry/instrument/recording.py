@@ -42,10 +42,6 @@ class Recording:
     DistributedDataParallel, that is the root of FSDP, or, without such a wrapper, of the first trained one that is
     called. Where no such call is seen, it is the time from a batch's arrival to the backward pass. Time between a
     forward pass that returned the loss itself and the backward pass is the script's own code.
-
-    Args:
-        path: The event file.
-        rank: Rank in the events.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -68,6 +64,8 @@ class Recording:
         self._models = FollowedModels()
         self._wrapped: WeakSet[nn.Module] = WeakSet()
         """Outermost modules that a wrapper told of: DistributedDataParallel, or a root of FSDP."""
+        self._called: WeakSet[nn.Module] = WeakSet()
+        """Those of them that were called in this step; once a step has called several, all that any has called."""
         self._bare: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         """Modules without a wrapper whose calls were seen, with whether they are trained."""
         self._parallelism = ModelParallelism()
@@ -176,11 +174,14 @@ class Recording:
         if isinstance(model, DistributedDataParallel):
             self._models.follow(model, tracker)
         if model not in self._wrapped:
+            if not self._wrapped:
+                tracker.samples = 0  # those of a module without a wrapper are a part of the same batch
             self._wrapped.add(model)
             self._calls.stop()
         tracker.mark(self._open_phase(tracker), then="forward")
         tracker.epoch += self._batches.train()
-        if len(self._wrapped) == 1:
+        self._called.add(model)
+        if len(self._called) == 1:
             self._count(tracker, model, arguments, named)
 
     @guarded
@@ -403,8 +404,7 @@ class Recording:
     # ------------------------------------------------------------------------------------------ steps
 
     def _begin(self, device: torch.device) -> StepTracker:
-        # Laps after which a step without an end is dropped: a training whose optimizer is not seen must not fill
-        # memory.
+        # A step without an end is dropped after so many: a training whose optimizer is not seen must not fill memory.
         max_laps = 100_000
         if self._tracker is None:
             self.thread = threading.get_ident()
@@ -424,12 +424,12 @@ class Recording:
 
     def _end(self, tracker: StepTracker, optimizer: Optimizer) -> None:
         tracker.loss = self._losses.total(tracker.device)
-        if len(self._wrapped) != 1 and (self._wrapped or self._batches.size[0]):
+        if len(self._wrapped) != 1 and (self._batches.are_counted if self._wrapped else self._batches.size[0]):
             tracker.samples, tracker.tokens = self._batches.size
-        elif self._misses_calls:
+        elif self._misses_calls or len(self._called) > 1:
             tracker.samples = tracker.tokens = None
-        if self._parallelism.repeats_batches(optimizer):
-            tracker.samples = tracker.tokens = None
+        if self._parallelism.repeats_batches(optimizer) or (tracker.loss is None and self.collectives.sends):
+            tracker.samples = tracker.tokens = None  # another rank counts them
         tracker.end(optimizer)
         self._steps_unseen = 0
         if self._is_unmeasured:
@@ -443,6 +443,8 @@ class Recording:
 
     def _begin_step(self) -> None:
         self._backwards = 0
+        if len(self._called) == 1:
+            self._called.clear()
         self._losses.clear()
         self._batches.size = (0, None)
         self._misses_calls = False
