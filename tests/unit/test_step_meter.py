@@ -180,7 +180,7 @@ def test_steps_before_the_first_measured_synchronisation_share_no_event_with_lat
     writer = EventWriter(tmp_path / "0.ndjson")
     recorder = StepRecorder(HostClock(), writer, rank=0, synchronised=True)
     for step in range(1, 9):
-        sync = Buckets(detailed=False, ready=[(0.0018, 0.0)], sizes=[4], end=(0.002, 0.0))
+        sync = Buckets(detailed=False, stable=True, ready=[(0.0018, 0.0)], sizes=[4], end=(0.002, 0.0))
         recorder.add(_reading(step, time=1000 + step * 0.001, syncs=[sync], warm=step > 3,
                               phases=["forward", "backward"],
                               marks=[(ms / 1e3, 0.0) for ms in (0, 1, 2, 3)]))  # fmt: skip
