@@ -107,6 +107,8 @@ ADVICE = {
     "loss_spike": "lower the learning rate or clip gradients (clip_norm); look at the data of these steps",
     "stalled_behind": "`gputrain stacks` prints where each rank is, and the worker processes of its DataLoader; if "
     "ranks are in different collectives, look for a branch that only some of them take",
+    "stalled_held": "continue what holds them: a paused container, a frozen cgroup, a suspended virtual machine, or "
+    "a stopped process group (`kill -CONT`)",
     "stalled_left": "give all ranks the same number of batches (drop_last, a DistributedSampler), or leave the loop "
     "on all of them at the same step",
     "stalled_left_at_once": "its script ended with exit code 0 before it met the others: look for a branch on "

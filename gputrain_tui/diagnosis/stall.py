@@ -99,7 +99,8 @@ def _stalls_among(
         for view in missing:
             silent_s, threshold_s = silences[view.rank], _missing_threshold_s(state, view, activity, now, timeout_s)
             if silent_s >= threshold_s / 2:
-                symptom = _behind_symptom(view, silent_s, threshold_s, ahead, alone=len(missing) == 1)
+                held = activity.record.is_held(view.node, now)
+                symptom = _behind_symptom(view, silent_s, threshold_s, ahead, alone=len(missing) == 1, held=held)
                 symptoms.append(replace(symptom, message=symptom.message + waiting_text(running, view)))
         return symptoms
     learnt_s = _stall_threshold_s(state, running)
@@ -224,16 +225,22 @@ def _whole_s(seconds: float) -> int:
     return int(seconds)
 
 
-def _behind_symptom(view: RankView, silence_s: float, threshold_s: float, ahead: int, *, alone: bool) -> Symptom:
+def _behind_symptom(
+    view: RankView, silence_s: float, threshold_s: float, ahead: int, *, alone: bool, held: bool
+) -> Symptom:
+    """Return the stall of a rank that others wait for, ``alone`` or with more; ``held`` with all of its node."""
     where = f" on {view.host}" if view.host else ""
     step = view.attempt_step
     after = f", after step {step}" if step else ""
     wait = f"wait at step {ahead}" if step < ahead else "wait for it" if alone else "wait for them"
     message = (
         f"rank {view.rank}{where} {STAGE_TEXT[view.stage]} for more than {_whole_s(silence_s)} s{after}, "
-        f"and the others {wait}{_position_text(view)}"
+        f"and the others {wait}"
     )
-    return _stall(view, silence_s, threshold_s, message, ADVICE["stalled_behind"])
+    if held:
+        message += "; its node agent does not run either: all processes there are held"
+        return replace(_stall(view, silence_s, threshold_s, message, ADVICE["stalled_held"]), cause="stopped")
+    return _stall(view, silence_s, threshold_s, message + _position_text(view), ADVICE["stalled_behind"])
 
 
 def _stopped_symptom(view: RankView, silence_s: float) -> Symptom:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from gputrain_tui.state.run_state import RunState
 from gputrain_tui.tables import duration
+from trainer.contract.record.unrecorded import RECORD_INCOMPLETE
 
 MIN_RECORD_BYTES = 16 << 10
 """Space on the disk of a record below which events may be missing."""
@@ -17,12 +18,18 @@ RECORD_LAG_S = 5.0
 
 
 class RecordWatch:
-    """Arrival of the nodes' machine samples that show space for their records, by the clock of the reader."""
+    """Arrival of the nodes' machine samples that show space for their records, by the clock of the reader.
+
+    Where only the samples of one node end, and nothing tells of a gap in its record, its node agent does not run: a
+    paused container, a frozen cgroup or a stopped process group holds all that runs there.
+    """
 
     def __init__(self) -> None:
         self._recorded_at: dict[int, float] = {}
         """By node, the arrival of its newest such sample; 0 for none. Nodes whose samples lack the space are absent."""
         self._samples: dict[int, object] = {}
+        self._incomplete: set[int | None] = set()
+        """Nodes whose newest sample shows no space, or of which a rank has told of a gap."""
 
     def note(self, state: RunState, now: float) -> None:
         for node in [node for node in self._recorded_at if node not in state.nodes]:  # it is gone
@@ -34,11 +41,24 @@ class RecordWatch:
             if sample.record_free_bytes is not None:
                 is_free = sample.record_free_bytes >= MIN_RECORD_BYTES
                 self._recorded_at[node] = now if is_free else self._recorded_at.get(node, 0.0)
+        self._incomplete = {
+            node
+            for node, sample in state.nodes.items()
+            if sample.record_free_bytes is not None and sample.record_free_bytes < MIN_RECORD_BYTES
+        }
+        self._incomplete |= {
+            state.ranks[rank].node for kind, rank in state.findings if kind == RECORD_INCOMPLETE and rank in state.ranks
+        }
 
     def whole_until(self, node: int | None, now: float) -> float:
         """Return the time up to which the record of a node is known to be whole; now if nothing speaks against it."""
         recorded_at = now if node is None else self._recorded_at.get(node, now)
-        return now if now - recorded_at < RECORD_LAG_S else recorded_at
+        return now if now - recorded_at < RECORD_LAG_S or self.is_held(node, now) else recorded_at
+
+    def is_held(self, node: int | None, now: float) -> bool:
+        """Whether all processes of a node are held: its samples have ended, and those of others go on."""
+        late = {each for each, at in self._recorded_at.items() if now - at >= RECORD_LAG_S}
+        return node in late and node not in self._incomplete and len(late) < len(self._recorded_at)
 
     def is_whole(self, now: float) -> bool:
         return all(self.whole_until(node, now) == now for node in self._recorded_at)

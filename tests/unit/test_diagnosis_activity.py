@@ -13,7 +13,7 @@ from trainer.contract.record import Doing, Finding, NodeSample, RankSample, Rank
 def watched(run: SimulatedRun, seconds: int, **values: Any) -> list[Finding]:
     """Let seconds pass, each with a sample of every rank; a list has a value per rank, a function one per second."""
     found = []
-    free_bytes = values.pop("free_bytes", None)
+    free_bytes, silent_nodes = values.pop("free_bytes", None), values.pop("silent_nodes", ())
     for second in range(seconds):
         run.now += 1.0
         samples = []
@@ -21,7 +21,7 @@ def watched(run: SimulatedRun, seconds: int, **values: Any) -> list[Finding]:
             of_rank = {name: value(second) if callable(value) else value for name, value in values.items()}
             of_rank = {name: value[rank] if isinstance(value, list) else value for name, value in of_rank.items()}
             samples.append(RankSample(rank=rank, **{"cpu_percent": 0.0, **of_rank}))
-        for node in sorted({rank // 2 for rank in run.state.ranks}):
+        for node in sorted({rank // 2 for rank in run.state.ranks} - {*silent_nodes}):
             run.state.apply(
                 NodeSample(
                     time=run.now,
@@ -138,6 +138,36 @@ def test_where_the_record_s_disk_is_full_no_rank_is_called_stalled() -> None:
     assert run.diagnose(300.0) == [], "nor where the samples are lost as well"
     found = watched(run, 30, free_bytes=1 << 30)
     assert [finding.kind for finding in found] == ["stalled"], "there is space again, and no step comes"
+
+
+def all_of_a_node_behind() -> SimulatedRun:
+    run = SimulatedRun(4)
+    run.steps(40)
+    watched(run, 3, free_bytes=1 << 30)
+    run.step += 1
+    run.state.apply_all([event for event in run.one_step(balanced, 2.0) if event.rank in (0, 1)])
+    return run
+
+
+def test_where_the_samples_of_one_node_end_its_ranks_are_held_and_those_that_wait_are_not_blamed() -> None:
+    run = all_of_a_node_behind()
+    found = watched(run, 40, free_bytes=1 << 30, silent_nodes=(1,))
+    assert summaries(found) == [("stalled", "raised", 2, "stopped"), ("stalled", "raised", 3, "stopped")]
+    assert "its node agent does not run either: all processes there are held" in found[0].message
+    failure = None
+    while failure is None and run.now < 2000.0:
+        watched(run, 1, free_bytes=1 << 30, silent_nodes=(1,))
+        failure = run.diagnosis.hang(run.state, run.now, timeout_s=None, limit_s=600.0)
+    assert failure is not None
+    assert failure.host == "node1"
+
+
+@pytest.mark.parametrize("silent_nodes", [(1,), (0, 1)], ids=["a gap is told", "all samples end"])
+def test_a_record_that_has_ended_holds_no_rank(silent_nodes: tuple[int, ...]) -> None:
+    run = all_of_a_node_behind()
+    if 0 not in silent_nodes:
+        run.state.apply(Finding(time=run.now, kind="record_incomplete", rank=2, message="its disk is full"))
+    assert watched(run, 200, free_bytes=1 << 30, silent_nodes=silent_nodes) == []
 
 
 def test_a_finding_that_stands_says_what_stays_true() -> None:
