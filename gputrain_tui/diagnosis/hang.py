@@ -40,13 +40,14 @@ def hang(
                 continue
         elif silence_s < timeout_s:
             continue
+        held = ", as all processes there are held" if activity.record.is_held(view.node, now) else ""
         return Failure(
             time=now,
             kind="stalled",
             rank=view.rank,
             host=view.host,
             step=None if view.awaits_first_step else view.step,
-            message=f"{_where(state, view)}; the others waited {int(silence_s)} s for it",
+            message=f"{_where(state, view)}{held}; the others waited {int(silence_s)} s for it",
         )
     return None
 
