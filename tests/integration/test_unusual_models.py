@@ -163,6 +163,11 @@ def test_a_layer_that_never_has_a_gradient_is_told_once(
     ("task", "options", "message"),
     [
         ("LazyTask", {}, "the model is a LazyLinear, whose parameters have no shape before its first batch"),
+        (
+            "Unused",
+            {"precision": "bf16"},
+            "--precision is bf16, but the parameters of the model are float64, which auto",
+        ),
         ("LbfgsTask", {}, "the task's optimizer is LBFGS, whose step computes the loss several times"),
         ("OwnOptimizer", {}, "--optimizer does nothing beside the task's own optimizer, RMSprop: leave it out"),
         (

@@ -139,10 +139,15 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return checkpointed
 
 
-def require_trainable(model: nn.Module) -> None:
-    """Require parameters to train, all of known shape: none that the first batch would make."""
-    if not trainable(model):
+def require_trainable(model: nn.Module, options: Training) -> None:
+    """Require parameters to train, all of known shape: none that the first batch would make; and an autocast of use."""
+    if not (parameters := trainable(model)):
         raise RequestError("the task's model has no parameter to train")
+    if options.precision != "fp32" and {parameter.dtype for parameter in parameters} == {torch.float64}:
+        raise RequestError(
+            f"--precision is {options.precision}, but the parameters of the model are float64, which autocast leaves "
+            "as they are: leave it out, or build the model in float32"
+        )
     for name, module in model.named_modules():
         if any(isinstance(each, UninitializedParameter) for each in module.parameters(recurse=False)):
             raise RequestError(

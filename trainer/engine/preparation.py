@@ -77,7 +77,7 @@ def build_model(task: Task, options: Training, data: TrainingData) -> nn.Module:
     """Build the task's model on the CPU; refuse one that cannot be trained with these options and this data."""
     seed_all(options.seed)  # the same initialisation on all ranks, whatever numbers reading the data drew
     model = task.model()
-    require_trainable(model)
+    require_trainable(model, options)
     require_batches_for_norms(task, model, data.splits["train"], options, smallest=data.train.smallest)
     if options.activation_checkpointing:
         checkpoint_activations(task, model)
