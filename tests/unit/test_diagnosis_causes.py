@@ -321,7 +321,7 @@ def test_a_transfer_time_that_may_contain_core_waits_is_marked_as_not_measured(d
 
 
 def test_who_waits_in_an_earlier_synchronisation_of_the_step_is_not_blamed() -> None:
-    """Of several synchronisations in a step the last one is measured; the others are part of the backward pass."""
+    """A wait that was not measured as one is part of the backward pass of those that wait."""
     earlier: Slow = lambda step, rank: {"data": 30.0} if rank == 1 else {"backward": 30.0}  # noqa: E731
     run = SimulatedRun(3)
     run.steps(60)
