@@ -345,6 +345,11 @@ HANG = "import os, sys, time\nif os.environ['RANK'] == '0':\n    time.sleep(600)
             "exit code 1 before its training was complete: ZeroDivisionError: division by zero",
         ),
         ("raise MemoryError", "out_of_memory", "MemoryError"),
+        (
+            "class Odd(Exception):\n    def __str__(self): 1 / 0\nraise Odd",
+            "exception",
+            "Odd: its __str__ raises ZeroDivisionError (own/script.py:6 in <module>)",
+        ),
         ("open(", "exception", "SyntaxError: '(' was never closed"),
     ],
 )

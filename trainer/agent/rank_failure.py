@@ -55,10 +55,18 @@ def error_line(error: BaseException) -> str:
 
     For an error that torch re-raises from a data loading process, return the original error.
     """
-    lines = [line for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in text_of(error).splitlines() if line.strip()]
     if lines and (reraised := _RERAISED.match(lines[0])) and (original := _last_error(lines[1:])):
         return f"{original} (in {reraised[1] or reraised[2].lower()})"
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def text_of(error: BaseException) -> str:
+    """Return the message of an exception, also of a class of the user's whose ``__str__`` fails."""
+    try:
+        return str(error)
+    except Exception as failed:  # noqa: BLE001 - any error of the user's own code
+        return f"its __str__ raises {type(failed).__name__}"
 
 
 def last_error(log: Path | None, *, since: int = 0, any_line: bool = False) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 
 from trainer.agent import own_package
 from trainer.agent.assignment import RankAssignment
-from trainer.agent.rank_failure import error_line, failure_of, last_error
+from trainer.agent.rank_failure import error_line, failure_of, last_error, text_of
 from trainer.agent.script_environment import RANK_PID
 from trainer.contract.errors import ExitCode
 from trainer.contract.outcome import is_lost_peer, lost_peer_text
@@ -232,7 +232,7 @@ def kind_of(error: BaseException) -> str:
     # By its name: importing torch's class would load torch into scripts without it.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "out_of_memory"
-    return "lost_peer" if is_lost_peer(str(error)) else "exception"
+    return "lost_peer" if is_lost_peer(text_of(error)) else "exception"
 
 
 def write_state(assignment: RankAssignment, state: RankStateName, failure: Failure | None = None) -> str:

@@ -16,7 +16,7 @@ from trainer.agent import end_signal
 from trainer.agent.assignment import RankAssignment
 from trainer.agent.deferred_compiler import defer_compiler
 from trainer.agent.line_printer import LinePrinter
-from trainer.agent.rank_failure import failure_of
+from trainer.agent.rank_failure import failure_of, text_of
 from trainer.checkpoint import CheckpointError, good_ones
 from trainer.contract import record
 from trainer.contract.checkpoint_trailer import owner_of
@@ -337,7 +337,7 @@ class _Rank:
     def _failure(self, error: Exception) -> Failure:
         kind = _kind(error)
         explained = kind not in ("exception", "lost_peer", "out_of_memory")
-        first_line = next((line for line in str(error).splitlines() if line.strip()), "")
+        first_line = next((line for line in text_of(error).splitlines() if line.strip()), "")
         failure = failure_of(
             error,
             kind=kind,
@@ -419,7 +419,7 @@ def _kind(error: Exception) -> str:
             return name
     if is_out_of_memory(error):
         return "out_of_memory"
-    if is_lost_peer(str(error)):
+    if is_lost_peer(text_of(error)):
         return "lost_peer"
     return "training" if isinstance(error, TrainingError) else "exception"
 
