@@ -113,6 +113,8 @@ ADVICE = {
     "on all of them at the same step",
     "stalled_left_at_once": "its script ended with exit code 0 before it met the others: look for a branch on "
     "the rank that leaves it, and have all ranks call init_process_group()",
+    "stalled_ended": "a thread that is to end with the script is a daemon thread (daemon=True); another one must be "
+    "told to end",
     "stalled_together": "`gputrain stacks` prints where each rank is; an "
     "unequal number of collectives and a network failure are the usual causes",
 }

@@ -31,6 +31,7 @@ PHASE_TEXT = {
     "other": "between two steps",
     "group": "waiting for the others",
     "compile": "compiling",
+    "threads": "waiting for threads of its script, whose code has ended",
 }
 STAGE_TEXT = {
     "spawned": "has been starting",
@@ -42,6 +43,7 @@ STAGE_TEXT = {
     "saving": "has been saving",
     "group": "has been waiting for the others",
     "compile": "has been compiling",
+    "threads": "has waited for threads of its script, whose code has ended,",
 }
 START_STAGES = ("spawned", "joining", "ready")
 LOCK_PREFIX = "futex"
@@ -283,7 +285,9 @@ def _common_symptom(
         message = f"every rank {STAGE_TEXT[stage]} for more than {_whole_s(silence_s)} s{after}"
     if outlier is None:
         message += _lines_text(views)
-        symptom = _stall(views[0], silence_s, threshold_s, message, ADVICE["stalled_together"])
+        is_ended = all(view.stage == "threads" for view in views)
+        advice = ADVICE["stalled_ended" if is_ended else "stalled_together"]
+        symptom = _stall(views[0], silence_s, threshold_s, message, advice)
         return replace(symptom, rank=None, step=step, line="")
     message += f"{_position_text(outlier)}, unlike the others"
     return replace(_stall(outlier, silence_s, threshold_s, message, ADVICE["stalled_behind"]), step=step)

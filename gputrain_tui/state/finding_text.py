@@ -32,6 +32,7 @@ CAUSES = {
     "gradients": "between backward and step",
     "other": "between two steps",
     "compile": "compiling",
+    "threads": "threads of an ended script",
     "garbage_collection": "garbage collection",
     "cpu_steal": "stolen CPU time",
     "core_wait": "no free core",

@@ -207,9 +207,10 @@ class RankView:
     def stage(self) -> str:
         """Its state, or ``first_step`` before its first step.
 
-        ``group`` while it waits for others outside of steps, ``compile`` while torch.compile is at work.
+        ``group`` while it waits for others outside of steps, ``compile`` while torch.compile is at work, ``threads``
+        while only threads of an ended script keep it.
         """
-        if self.doing is not None and self.doing.part in ("group", "compile"):
+        if self.doing is not None and self.doing.part in ("group", "compile", "threads"):
             return self.doing.part
         if self.state == "training" and self.awaits_first_step:
             return "first_step"

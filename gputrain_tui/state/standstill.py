@@ -68,7 +68,9 @@ MIN_STANDSTILL_S = 2.0
 """Longer than the record of another host takes to arrive."""
 SHOWN_STEPS, LONG_STEPS = 3, 10
 """Missed steps of the usual duration from which the time is shown, and from which rates are out of date."""
-ACTIVITIES = {"validating": "validating for", "saving": "saving for", "compile": "compiling for"}
+ACTIVITIES = {
+    "validating": "validating for", "saving": "saving for", "compile": "compiling for", "threads": "script ended for",
+}  # fmt: skip
 """Activity of a run without steps, by the stage of a rank."""
 
 UNRECORDED = "nothing recorded for"

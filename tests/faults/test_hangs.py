@@ -15,6 +15,7 @@ import psutil
 import pytest
 from bench import FOR_EVER, LIMIT_S, Bench, rank_pid, supervisor_pid, until
 
+from gputrain_tui.diagnosis.advice import ADVICE
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
 from gputrain_tui.lifecycle import leftovers
@@ -232,6 +233,39 @@ def test_a_script_that_hangs_is_named_by_where_it_is_and_by_its_own_line(
     state, _ = read(run.run)
     assert state.ranks[1].doing is not None
     assert [(view.phase, view.display_state) for view in state.ranks.values()] == [(None, "stopped")] * 2
+
+
+def test_a_script_whose_threads_keep_its_process_is_told_apart_from_ranks_that_wait_for_each_other(
+    bench: Bench, hanging: Callable[..., Hanging]
+) -> None:
+    script = bench.folder / "script.py"
+    script.write_text(
+        "import os, threading, torch, torch.distributed as dist\n"
+        "from pathlib import Path\n"
+        "from torch.nn.parallel import DistributedDataParallel\n"
+        "def wait_for_news():\n"
+        "    threading.Event().wait()\n"
+        "dist.init_process_group('gloo')\n"
+        "threading.Thread(target=wait_for_news).start()\n"
+        "model = DistributedDataParallel(torch.nn.Linear(4, 1))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+        "for batch in torch.randn(10, 8, 4):\n"
+        "    optimizer.zero_grad()\n"
+        "    model(batch).square().mean().backward()\n"
+        "    optimizer.step()\n"
+        "dist.destroy_process_group()\n"
+        "Path(os.environ['GPUTRAIN_RUN'], 'hangs').touch()\n"
+    )
+    path = bench.folder / "script.toml"
+    path.write_text(SCRIPT_RECIPE.format(script=script, how=""))
+    run = hanging(path)
+    until(lambda: {view.stage for view in read(run.run)[0].ranks.values()} == {"threads"})
+    found = run.first_stall()
+    assert found.rank is None
+    assert found.message.startswith("every rank has waited for threads of its script, whose code has ended, for more")
+    assert found.message.endswith(", after step 10; 2 ranks are at script.py:5 in wait_for_news")
+    assert found.advice == ADVICE["stalled_ended"]
+    assert run_mark([found]) == "stalled: threads of an ended script"
 
 
 def test_a_rank_of_a_script_that_is_not_measured_is_found_to_hang(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from trainer.contract.record import Doing, EventWriter
 from trainer.distributed import flight_recorder
-from trainer.host.user_code import innermost_line
+from trainer.host.user_code import frames_of, innermost_line
 from trainer.telemetry.collectives.collective_meter import CollectiveMeter
 from trainer.telemetry.collectives.readings import Call
 from trainer.telemetry.comm_hook import BucketHook
@@ -79,6 +80,8 @@ class LongWait:
             part = "sync"
         elif is_compiling():
             part = "compile"
+        elif running := threads_after_end(thread):
+            part, thread = "threads", running[0]
         # Minimum time of a phase before it is reported as long, in multiples of the longest recent step; a
         # compilation is reported sooner, since the longest step may have been another one.
         long_phase_steps = 4.0
@@ -107,3 +110,15 @@ class LongWait:
         if call is None or self.collectives is None:
             return "", 0.0
         return self.collectives.described(call), now - self._blocked[1]
+
+
+def threads_after_end(thread: int) -> list[int]:
+    """Return the threads that keep this process although the code of its main thread has ended.
+
+    Empty where that code goes on, or ``thread`` is not the main thread.
+    """
+    interpreter: Any = threading
+    ended = interpreter._shutdown.__code__
+    if all(frame.f_code is not ended for frame in frames_of(thread)):
+        return []
+    return [each.ident for each in threading.enumerate() if not each.daemon and each.ident not in (thread, None)]

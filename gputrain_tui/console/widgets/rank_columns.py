@@ -21,7 +21,7 @@ Lateness = Mapping[int, float]
 PHASES = {
     "data": "data", "h2d": "copying", "forward": "forward", "backward": "backward", "sync": "sync wait",
     "optimizer": "optimizer", "other": "no phase", "group": "waits", "compile": "compiling",
-    "batch": "batch", "loss": "loss", "gradients": "gradients",
+    "threads": "threads", "batch": "batch", "loss": "loss", "gradients": "gradients",
 }  # fmt: skip
 """Texts of the state column by phase, for a rank that has been in that phase for unusually long."""
 GOING = ("spawned", "joining", "ready", "training", "validating", "saving")

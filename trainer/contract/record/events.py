@@ -292,10 +292,11 @@ class Doing(Event, kw_only=True, tag="doing"):
     """The step in progress, from 1."""
     part: Literal[
         "data", "h2d", "batch", "loss", "forward", "backward", "sync", "gradients", "optimizer", "other", "group",
-        "compile",
+        "compile", "threads",
     ]  # fmt: skip
     """``sync``: it waits for other ranks in a collective, as for their gradients. ``group``: likewise
-    outside of steps. ``compile``: torch.compile is at work. In a script's own loop, code between two phases: ``batch``
+    outside of steps. ``compile``: torch.compile is at work. ``threads``: the script's code has ended, and its threads
+    keep the process. In a script's own loop, code between two phases: ``batch``
     from a batch to its forward pass, ``loss`` from a batch to its backward pass, ``gradients`` from the backward pass
     to the optimizer's step."""
     parts_done: Count
