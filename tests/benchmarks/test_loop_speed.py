@@ -249,7 +249,7 @@ def settings(task: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         ("lm", 5, 20, 0.97),
         ("masked_lm", 4, 15, 0.97),
         ("mnist", 4, 15, 0.97),
-        (MLP, 200, 30, 0.7),
+        (MLP, 200, 30, 0.85),
     ],
     ids=["docnn", "lm", "masked_lm", "mnist", "mlp"],
 )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 from typing import Any
@@ -8,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
 from trainer.data.batches import EpochBatches
-from trainer.engine.optimizers import Schedule, build_optimizer, epochs_end, falling_end, restore
+from trainer.engine.optimizers import Schedule, build_optimizer, epochs_end, falling_end, restore, take_step
 
 
 def parameters() -> list[nn.Parameter]:
@@ -168,6 +171,75 @@ def test_a_fused_optimizer_does_what_the_plain_one_does_and_goes_on_from_its_che
 def test_parameters_that_no_fused_kernel_takes_are_updated_by_the_plain_one() -> None:
     complex_ones = [nn.Parameter(torch.ones(2, dtype=torch.complex64))]
     assert not build_optimizer(Training(optimizer="adam"), complex_ones).param_groups[0]["fused"]
+
+
+def with_gradient(kind: type[Optimizer], **settings: Any) -> tuple[Any, nn.Parameter]:
+    (parameter,) = parameters()
+    parameter.grad = torch.ones(2)
+    return kind([parameter], lr=0.5, **settings), parameter  # type: ignore[call-arg]
+
+
+class NoGrad(SGD):
+    """As users write optimizers: with a decorator of their own around the step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= parameter.grad
+
+
+def counted(step: Any) -> Any:
+    """Decorate a step as one that copies all attributes of what it decorates, also that it has torch's range."""
+
+    @functools.wraps(step)
+    def call(self: Any) -> Any:
+        self.count = getattr(self, "count", 0) + 1
+        return step(self)
+
+    return call
+
+
+class Counted(SGD):
+    step = counted(SGD.step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(SGD, [1.5, -1.5]), (torch.optim.Adam, [1.5, -1.5]), (NoGrad, [1.0, -2.0]), (Counted, [1.5, -1.5])],
+)
+def test_a_step_taken_is_that_of_the_optimizer(kind: Any, expected: list[float]) -> None:
+    optimizer, parameter = with_gradient(kind)
+    take_step(optimizer)
+    assert parameter.tolist() == pytest.approx(expected)
+    assert getattr(optimizer, "count", 0) == (kind is Counted)
+
+
+@pytest.mark.parametrize("way", ["pre", "post", "of all", "attribute"])
+def test_a_step_taken_calls_the_hooks_of_the_optimizer(way: str) -> None:
+    optimizer, parameter = with_gradient(SGD)
+    calls: list[list[float]] = []
+
+    def note(*_: Any) -> None:
+        calls.append(parameter.tolist())
+
+    removes = {
+        "pre": optimizer.register_step_pre_hook,
+        "post": optimizer.register_step_post_hook,
+        "of all": register_optimizer_step_post_hook,
+        "attribute": lambda hook: vars(optimizer).update(step=hook),
+    }[way](note)
+    take_step(optimizer)
+    if removes is not None:
+        removes.remove()
+    assert calls == [[1.5, -1.5] if way in ("post", "of all") else [2.0, -1.0]]
+
+
+def test_a_step_taken_is_seen_by_a_profiler() -> None:
+    optimizer, parameter = with_gradient(SGD)
+    with torch.profiler.profile() as profile:
+        take_step(optimizer)
+    assert "Optimizer.step#SGD.step" in {event.name for event in profile.events()}
+    assert parameter.tolist() == [1.5, -1.5]
 
 
 def test_weight_decay_of_adam_is_l2_and_that_of_adamw_is_decoupled() -> None:
