@@ -29,6 +29,7 @@ from trainer.contract.record import EventWriter
 from trainer.data.epoch_order import epoch_order
 from trainer.engine.loop import Loop
 from trainer.engine.optimizers import build_optimizer
+from trainer.host.memory import keep_freed_memory
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
 
@@ -156,6 +157,7 @@ def compare(
     record: str,
 ) -> tuple[float, dict[str, list[float]]]:
     """Train on one rank; return the bare loop's milliseconds per step, and the ratios of speed."""
+    keep_freed_memory()  # as every rank does, here for both loops
     kind = load_task(options.task)
     turns: list[Turns] = []
 
