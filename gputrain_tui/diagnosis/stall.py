@@ -350,8 +350,7 @@ def _position_text(view: RankView) -> str:
     known = [f"rank {view.rank} is {waits_in or PHASE_TEXT[phase]}{line and f' ({line})'}"] if phase is not None else []
     known += [f"rank {view.rank} is at {line}"] if phase is None and line else []
     if _is_stopped(view):
-        continues = f"; `kill -CONT {view.pid}` continues it" if view.pid else ""
-        return f"; its process is stopped (state T){continues}"
+        return "; its process is stopped (state T)"
     if load is not None:
         function = view.process.sleeps_in
         is_elsewhere = function and not function.startswith(LOCK_PREFIX)

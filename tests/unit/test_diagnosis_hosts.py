@@ -291,7 +291,7 @@ def test_a_stopped_process_is_reported_soon_with_the_command_that_continues_it(a
         (rank, "stopped") for rank in (range(4) if all_ranks else [2])
     ]
     last = found[-1] if all_ranks else found[0]
-    assert last.message.endswith("its process is stopped (state T); `kill -CONT 4711` continues it")
+    assert last.message.endswith("; its process is stopped (state T)")
     assert f"`kill -CONT 4711` on {last.host} continues it" in last.advice
     assert {finding.state for finding in run.steps(1)} == {"cleared"}
 
