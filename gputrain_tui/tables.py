@@ -103,10 +103,12 @@ def on_ranks(ranks: Sequence[int], world_size: int) -> str:
 
 
 def number(value: float | None, digits: int = 0) -> str:
-    """Return a number with ``digits`` decimals, a huge one with an exponent; empty for None."""
+    """Return a number as ``1,234`` or, below 1000, with ``digits`` decimals; ``1.00e+20`` if huge; empty for None."""
     if value is None:
         return ""
-    return f"{value:.{digits}f}" if abs(value) < 1e15 else f"{value:.2e}"
+    if abs(value) >= 1e15:
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}f}"
 
 
 def evaluation(where: str, loss: float, metrics: Mapping[str, float]) -> str:
