@@ -111,6 +111,11 @@ def number(value: float | None, digits: int = 0) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}f}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return ``1 rank`` or ``2 ranks``."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def evaluation(where: str, loss: float, metrics: Mapping[str, float]) -> str:
     """Return the result of an evaluation: ``(weights of step 340)  loss 0.0613  accuracy 0.9800``."""
     return f"{where}  loss {loss:.4f}" + "".join(f"  {name} {value:.4f}" for name, value in metrics.items())

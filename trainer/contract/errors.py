@@ -6,7 +6,7 @@ import difflib
 import re
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 
@@ -93,6 +93,11 @@ def print_message(line: str, *, program: str) -> None:
 def quoted(value: object) -> str:
     """Return the ``repr`` of a value, without its middle where it is long."""
     return _elide_middle(repr(value))
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Return the first few names in words, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
 def require_utf8(argv: Iterable[str]) -> None:
