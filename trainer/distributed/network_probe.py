@@ -29,7 +29,7 @@ from trainer.host.addresses import InterfaceAddress, source_towards
 from trainer.host.reachability import (
     CONNECT_TIMEOUT_S,
     find_route,
-    listen_on_any_port,
+    listen_on_all_addresses,
     outward_addresses,
     resolve,
     unreachable,
@@ -106,7 +106,7 @@ def _probe_machine(
     probe_all: bool,
 ) -> Endpoint:
     """Choose this machine's address, publish it for all its ranks, and connect to every other machine."""
-    with listen_on_any_port() as listener:
+    with listen_on_all_addresses() as listener:
         port = int(listener.getsockname()[1])
         own = outward_addresses()
         address = _requested_address(own, requested) if requested is not None else _address_towards_store(rdzv, own)
