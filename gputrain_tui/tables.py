@@ -7,7 +7,10 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.contract.errors import printable as printable  # for the users of this module
+from trainer.contract.errors import (  # for the users of this module, too
+    printable as printable,
+    ranks_text as ranks_text,
+)
 
 
 @dataclass(frozen=True)
@@ -89,16 +92,8 @@ def duration(seconds: float | None) -> str:
     return f"{minutes}:{second:02}" if minutes else f"{second} s"
 
 
-def ranks_text(ranks: Sequence[int], limit: int = 8) -> str:
-    """Return ``rank 3`` or ``ranks 1, 2, … (12)``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    names = ", ".join(str(rank) for rank in ranks[:limit])
-    return f"ranks {names}" + (f", … ({len(ranks)})" if len(ranks) > limit else "")
-
-
 def on_ranks(ranks: Sequence[int], world_size: int) -> str:
-    """Return ``on rank 3``, ``on ranks 1, 2, … (12)`` or ``on all ranks``."""
+    """Return ``on rank 3``, ``on ranks 1 to 3, 6`` or ``on all ranks``."""
     return "on all ranks" if 1 < len(ranks) == world_size else f"on {ranks_text(ranks)}"
 
 

@@ -100,6 +100,19 @@ def listed(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
+def ranks_text(ranks: Sequence[int], limit: int = 8) -> str:
+    """Return ``rank 4``, ``ranks 4, 5``, ``ranks 4, 6 to 9`` or, beyond so many parts, ``ranks 1, 3, 5, … (12)``."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    texts = [", ".join(map(str, range(low, high + 1))) if high - low < 2 else f"{low} to {high}" for low, high in parts]
+    more = f", … ({len(ranks)})" if len(texts) > limit else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts[:limit])}{more}"
+
+
 def require_utf8(argv: Iterable[str]) -> None:
     """Refuse words that are not UTF-8: neither the record nor another machine could hold them."""
     for word in argv:
