@@ -7,7 +7,10 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.contract.errors import printable as printable  # for the users of this module
+from trainer.contract.errors import (  # for the users of this module, too
+    printable as printable,
+    ranks_text as ranks_text,
+)
 
 
 @dataclass(frozen=True)
@@ -89,24 +92,23 @@ def duration(seconds: float | None) -> str:
     return f"{minutes}:{second:02}" if minutes else f"{second} s"
 
 
-def ranks_text(ranks: Sequence[int], limit: int = 8) -> str:
-    """Return ``rank 3`` or ``ranks 1, 2, … (12)``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    names = ", ".join(str(rank) for rank in ranks[:limit])
-    return f"ranks {names}" + (f", … ({len(ranks)})" if len(ranks) > limit else "")
-
-
 def on_ranks(ranks: Sequence[int], world_size: int) -> str:
-    """Return ``on rank 3``, ``on ranks 1, 2, … (12)`` or ``on all ranks``."""
+    """Return ``on rank 3``, ``on ranks 1 to 3, 6`` or ``on all ranks``."""
     return "on all ranks" if 1 < len(ranks) == world_size else f"on {ranks_text(ranks)}"
 
 
 def number(value: float | None, digits: int = 0) -> str:
-    """Return a number with ``digits`` decimals, a huge one with an exponent; empty for None."""
+    """Return a number as ``1,234`` or, below 1000, with ``digits`` decimals; ``1.00e+20`` if huge; empty for None."""
     if value is None:
         return ""
-    return f"{value:.{digits}f}" if abs(value) < 1e15 else f"{value:.2e}"
+    if abs(value) >= 1e15:
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}f}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return ``1 rank`` or ``2 ranks``."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def evaluation(where: str, loss: float, metrics: Mapping[str, float]) -> str:

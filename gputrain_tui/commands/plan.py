@@ -25,7 +25,7 @@ from gputrain_tui.recipe.build import load
 from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.recipe.task_description import describe_task
 from gputrain_tui.state.share_changes import shares_text
-from gputrain_tui.tables import TableColumn, printable, table
+from gputrain_tui.tables import TableColumn, counted, printable, table
 from trainer.contract.balanced_shares import equal_shares
 from trainer.contract.errors import ExitCode
 from trainer.contract.learned_speeds import LearnedSpeeds
@@ -155,7 +155,9 @@ def report(plan: Plan, name: str, *, shares: str = "") -> str:
     titles = ("node", "host", "ranks", "devices")
     columns = [TableColumn(title, right=title in ("node", "ranks")) for title in titles]
     rows = [[str(node.node), node.host, rank_range(node.ranks), devices_text(node.devices)] for node in plan.nodes]
-    head = f"{printable(name)}: {_count(plan.world_size, 'rank')} on {_count(len(plan.nodes), 'node')}, {plan.backend}"
+    head = (
+        f"{printable(name)}: {counted(plan.world_size, 'rank')} on {counted(len(plan.nodes), 'node')}, {plan.backend}"
+    )
     if plan.init_method is not None:
         head += f", rendezvous at {plan.init_method}"
     head += f", started by {plan.launcher}"
@@ -163,7 +165,3 @@ def report(plan: Plan, name: str, *, shares: str = "") -> str:
         head += f", which chooses the hosts: {pending[0]} stands for the first of them"
     parts = [head, table(columns, rows), shares, shell_commands(plan, folder=str(Path.cwd()))]
     return "\n\n".join(filter(None, parts))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number != 1 else ''}"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from gputrain_tui.arguments import FlagParser
 from gputrain_tui.output import log_line
-from trainer.contract.errors import ExitCode, RequestError, printable, quoted
+from trainer.contract.errors import ExitCode, RequestError, listed, printable, quoted
 
 if TYPE_CHECKING:
     from gputrain_tui.history.run_folders import Run
@@ -115,8 +115,6 @@ def _going(live: LiveRun | None) -> list[str]:
 
 def going_on(names: Sequence[str]) -> str:
     """Return the line about the runs that go on after the console is closed, with the commands for them."""
-    most = 3
-    shown = ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
     run = names[0] if len(names) == 1 else "RUN"
     count = "1 run goes on" if len(names) == 1 else f"{len(names):,} runs go on"
-    return printable(f"{count}: {shown} (`gputrain attach {run}`, `gputrain stop {run}`)")
+    return printable(f"{count}: {listed(names, most=3)} (`gputrain attach {run}`, `gputrain stop {run}`)")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from gputrain_tui.headless.closing_report import MAX_LINES
 from gputrain_tui.headless.number_text import number
 from gputrain_tui.headless.progress import Piece
+from gputrain_tui.headless.report_text import table_lines
 from gputrain_tui.history.comparison import DifferingValues
 from gputrain_tui.history.run_columns import METRIC
 from gputrain_tui.report.run_comparison import (
@@ -16,7 +17,7 @@ from gputrain_tui.report.run_comparison import (
     figure_title,
     limit_result,
 )
-from gputrain_tui.tables import TableColumn, cut, size, table
+from gputrain_tui.tables import TableColumn, cut, size
 
 
 def comparison_lines(comparison: RunComparison) -> list[list[Piece]]:
@@ -70,11 +71,7 @@ def _figures(comparison: RunComparison, index: int) -> list[list[Piece]]:
         )
     right = ("before", "now")
     columns = [TableColumn(title, right=title in right) for title in ("figure", "before", "now", "change", "")]
-    title, *texts = table(columns, rows).splitlines()
-    lines: list[list[Piece]] = [[("  " + title, "dim")], *([("  " + text, "")] for text in texts)]
-    if left_out:
-        lines.append([(f"  … and {len(left_out):,} metrics more", "dim")])
-    return lines
+    return table_lines(columns, rows, [f"… and {len(left_out):,} metrics more"] if left_out else [])
 
 
 def _value(figure: FigureComparison, value: float | None) -> str:

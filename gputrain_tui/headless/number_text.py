@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from gputrain_tui import tables
 from gputrain_tui.state.figures import Throughput
 
 
 def number(value: float | None, digits: int = 1) -> str:
-    """Return a count or rate as ``1,234`` or ``12.3``; a dash for None."""
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}f}"
+    """Return a count or rate as in every table, but a dash for None."""
+    return tables.number(value, digits) or "–"
 
 
 def loss_text(value: float | None) -> str:

@@ -63,8 +63,15 @@ def _part_lines(report: RunReport) -> list[list[Piece]]:
         for part in report.parts
     ]
     columns = [TableColumn("part"), TableColumn("ms", right=True), TableColumn("share", right=True), TableColumn("")]
+    return table_lines(columns, rows)
+
+
+def table_lines(
+    columns: Sequence[TableColumn], rows: Sequence[Sequence[str]], more: Sequence[str] = ()
+) -> list[list[Piece]]:
+    """Return an indented table and lines below it."""
     title, *texts = table(columns, rows).splitlines()
-    return [[("  " + title, "dim")], *([("  " + text, "")] for text in texts)]
+    return [[("  " + title, "dim")], *([("  " + text, "")] for text in (*texts, *more))]
 
 
 def _group_lines(groups: Sequence[GroupFigures]) -> list[list[Piece]]:
@@ -82,17 +89,15 @@ def _group_lines(groups: Sequence[GroupFigures]) -> list[list[Piece]]:
     ]
     names = ("calls", "bytes", "exposed ms", "share")
     columns = [TableColumn("group"), TableColumn("ranks"), *(TableColumn(name, right=True) for name in names)]
-    title, *texts = table([*columns, TableColumn("operations")], rows).splitlines()
     more = [f"… and {len(groups) - MAX_LINES:,} groups more: --json"] if len(groups) > MAX_LINES else []
-    return [[("  " + title, "dim")], *([("  " + text, "")] for text in (*texts, *more))]
+    return table_lines([*columns, TableColumn("operations")], rows, more)
 
 
 def _checkpoint_lines(checkpoints: Sequence[SavedCheckpoint]) -> list[list[Piece]]:
     rows = [(f"{each.step:,}", size(each.bytes), "best" * each.best, printable(each.path)) for each in checkpoints]
     columns = [TableColumn("step", right=True), TableColumn("size", right=True), TableColumn(""), TableColumn("file")]
-    title, *texts = table(columns, rows[:MAX_LINES]).splitlines()
     more = [f"… and {len(rows) - MAX_LINES:,} more"] if len(rows) > MAX_LINES else []
-    return [[("  " + title, "dim")], *([("  " + text, "")] for text in (*texts, *more))]
+    return table_lines(columns, rows[:MAX_LINES], more)
 
 
 def _wrapped(text: str, style: str, width: int) -> list[list[Piece]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gputrain_tui.hosts.host_names import THIS_MACHINE
+from gputrain_tui.tables import counted
 from trainer.contract.errors import RequestError
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class DeviceAllocator:
 
             free = [gpu for gpu in unallocated if is_free(gpu)]
             if not free:
-                busy = f"all {_gpu_count(len(gpus))} are in use (see `gputrain gpus`)" if gpus else "it has no GPU"
+                busy = f"all {counted(len(gpus), 'GPU')} are in use (see `gputrain gpus`)" if gpus else "it has no GPU"
                 raise DeviceUnavailableError(request.where, f'is "free", but {shown} has no free GPU: {busy}')
             return _whole_gpus(free)
         if node.gpus == "all":
@@ -136,7 +137,7 @@ class DeviceAllocator:
         assert isinstance(count, int)
         if count <= len(unallocated):
             return _whole_gpus(unallocated[:count])
-        asks = f"asks for {_gpu_count(count)}, but {shown} has"
+        asks = f"asks for {counted(count, 'GPU')}, but {shown} has"
         if not gpus:
             raise DeviceUnavailableError(request.where, f"{asks} {_no_gpu(gpus, inventory)}; use cpu_ranks for CPUs")
         if not self._share:
@@ -213,10 +214,6 @@ def _listed(devices: tuple[Device, ...]) -> NodeDevices:
 def _matches(word: str, gpu: Gpu) -> bool:
     """Whether an index or the beginning of a UUID, as in CUDA_VISIBLE_DEVICES, selects this GPU."""
     return word == str(gpu.index) or (word.startswith("GPU-") and gpu.uuid.startswith(word))
-
-
-def _gpu_count(count: int) -> str:
-    return f"{count} GPU{'s' if count != 1 else ''}"
 
 
 def _no_gpu(gpus: Sequence[Gpu], inventory: Inventory) -> str:

@@ -27,7 +27,7 @@ from trainer.host.import_path import node_environment
 from trainer.host.reachability import (
     CONNECT_TIMEOUT_S,
     find_route,
-    listen_on_any_port,
+    listen_on_all_addresses,
     look_up,
     outward_addresses,
     unreachable,
@@ -98,7 +98,7 @@ def facts(server: CallServer, request: Mapping[str, Any]) -> dict[str, Any]:
 
     Its ``probe_port`` accepts connections of the other hosts until the checks are over.
     """
-    listener = server.held.enter_context(listen_on_any_port())
+    listener = server.held.enter_context(listen_on_all_addresses())
     environment, problem, key = read_environment(request)
     written_folders = [os.environ.get("TMPDIR") or "/tmp", str(home_folder(request)), *request["folders"]]
     port, rendezvous = request["port"], request["rendezvous"]
@@ -120,7 +120,7 @@ def facts(server: CallServer, request: Mapping[str, Any]) -> dict[str, Any]:
 
 def listen(server: CallServer, _: Mapping[str, Any]) -> dict[str, Any]:
     """Accept connections of the other hosts until ``release``; return the port, and the interface of each address."""
-    listener = server.held.enter_context(listen_on_any_port())
+    listener = server.held.enter_context(listen_on_all_addresses())
     addresses = {each.text: each.interface for each in outward_addresses()}
     return {"port": int(listener.getsockname()[1]), "addresses": addresses}
 

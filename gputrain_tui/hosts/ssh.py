@@ -13,8 +13,10 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import msgspec
@@ -23,6 +25,9 @@ from gputrain_tui.hosts.host_channel import END_S, HostChannel
 from gputrain_tui.hosts.host_pipes import HostPipes
 from trainer.contract.errors import RequestError
 
+T = TypeVar("T")
+MAX_PARALLEL_HOSTS = 64
+"""Hosts that answer a request at a time: each costs an ssh process and a thread here."""
 CONNECT_TIMEOUT_S = 5
 """Time limit that includes the server's banner and the key exchange; a host that is up needs less than one second."""
 
@@ -114,6 +119,15 @@ class Ssh:
             if channel is None or channel.pipes.exit_code(0) is None:
                 return channel
             channel.close(at_once=True)  # the connection has ended meanwhile
+
+    def on_all(self, call: Callable[[Any], T], items: Collection[Any]) -> list[T]:
+        """Return what a call returns for each item, such as a host, in parallel; an error closes all connections."""
+        with ThreadPoolExecutor(min(MAX_PARALLEL_HOSTS, max(len(items), 1)), thread_name_prefix="hosts") as pool:
+            try:
+                return list(pool.map(call, items))
+            except BaseException:  # also Ctrl-C
+                self.close()  # leaving the pool waits for its threads
+                raise
 
     def close(self) -> None:
         """Kill the connections of all channels, so that no caller waits for a host that does not answer."""

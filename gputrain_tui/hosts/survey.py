@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 
@@ -16,8 +14,6 @@ from gputrain_tui.hosts.inventory import Inventory
 from gputrain_tui.hosts.ssh import Ssh
 from trainer.contract.errors import RequestError
 
-MAX_PARALLEL_HOSTS = 64
-"""Hosts that answer a request at a time: each costs an ssh process and a thread here."""
 INVENTORY = msgspec.json.Decoder(Inventory)
 """Made before any thread: msgspec crashes if several threads decode a type for the first time."""
 
@@ -71,22 +67,7 @@ class HostSurvey:
                 self._ssh.close()
 
 
-def query_hosts(
-    hosts: Iterable[str],
-    *,
-    timeout_s: float = ANSWER_S,
-    query: Callable[..., HostReport] | None = None,
-    ssh: Ssh | None = None,
-) -> list[HostReport]:
+def query_hosts(hosts: Sequence[str]) -> list[HostReport]:
     """Query hosts in parallel; return their reports in the same order."""
-    names = list(hosts)
-    if not names:
-        return []
-    connections = ssh or Ssh()
-    query = query or partial(query_host, first=FirstAnswers(len(names)))
-    with ThreadPoolExecutor(min(MAX_PARALLEL_HOSTS, len(names)), thread_name_prefix="ask") as pool:
-        try:
-            return list(pool.map(lambda host: query(host, connections, timeout_s=timeout_s), names))
-        except BaseException:  # also Ctrl-C
-            connections.close()  # leaving the pool waits for its threads
-            raise
+    ssh, first = Ssh(), FirstAnswers(len(hosts))
+    return ssh.on_all(lambda host: query_host(host, ssh, first=first), hosts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -61,12 +61,7 @@ def plan_recipe(recipe: Recipe) -> Planned:
         raise NotReadyError([result]) from None
 
 
-def plan_with_inventories(
-    recipe: Recipe,
-    *,
-    query: Callable[[Sequence[str]], Sequence[HostReport]] | None = None,
-    allow_silent: bool = False,
-) -> Planned:
+def plan_with_inventories(recipe: Recipe, *, allow_silent: bool = False) -> Planned:
     """Plan a recipe on its machines in their current state.
 
     The inventory of this machine is taken if ranks may use its GPUs; that of another host, over ssh, if its node has
@@ -92,7 +87,7 @@ def plan_with_inventories(
         for index, node in enumerate(nodes)
         if node.cpu_ranks is None and not isinstance(node.gpus, int) and not is_local(node.host, local)
     }
-    reports = _query(list(dict.fromkeys(unknown.values())), query)
+    reports = _query(list(dict.fromkeys(unknown.values())))
     for index, host in unknown.items():
         node, report = nodes[index], reports[host]
         if report.inventory is not None:
@@ -115,16 +110,12 @@ def plan_with_inventories(
     return Planned(plan=plan, local=local, inventories=inventories, warnings=tuple(warnings), problems=problems)
 
 
-def _query(
-    hosts: Sequence[str], query: Callable[[Sequence[str]], Sequence[HostReport]] | None
-) -> dict[str, HostReport]:
+def _query(hosts: Sequence[str]) -> dict[str, HostReport]:
     if not hosts:
         return {}
-    if query is None:
-        from gputrain_tui.hosts.survey import query_hosts
+    from gputrain_tui.hosts.survey import query_hosts  # loaded where hosts are asked
 
-        query = query_hosts
-    return {report.host: report for report in query(hosts)}
+    return {report.host: report for report in query_hosts(hosts)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +160,7 @@ def _preflight_with_spare(
     from concurrent.futures import ThreadPoolExecutor  # milliseconds, which few runs need
 
     with ThreadPoolExecutor(1, thread_name_prefix="spare") as pool:
-        asked = pool.submit(_query, spare, None)
+        asked = pool.submit(_query, spare)
         results, answers = run_preflight(recipe, planned)
         reports = asked.result().values()
     fix = "it cannot replace a lost host before it answers"

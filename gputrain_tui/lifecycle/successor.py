@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.host.processes import SUPERVISOR
-from trainer.host.stop_request import STOP_SIGNALS
+from trainer.host.stop_request import STOP_SIGNALS, signals_blocked
 
 WAITING = "import os, sys; os.read(0, 1); from gputrain_tui.lifecycle.supervisor import main; sys.exit(main())"
 """Python program of a supervisor that imports nothing before its standard input ends."""
@@ -37,18 +36,16 @@ class Successor:
         if time.monotonic() < self._due:
             return
         self._due = math.inf
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", WAITING, str(self._dir), "--adopt", "--restart"],
-                env={**os.environ, SUPERVISOR: str(self._dir)},
-                stdin=subprocess.PIPE,
-                start_new_session=True,
-            )
+            with signals_blocked(STOP_SIGNALS):
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", WAITING, str(self._dir), "--adopt", "--restart"],
+                    env={**os.environ, SUPERVISOR: str(self._dir)},
+                    stdin=subprocess.PIPE,
+                    start_new_session=True,
+                )
         except OSError as error:
             print(f"no successor: {error.strerror}", file=sys.stderr, flush=True)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def pids(self) -> set[int]:
         return set() if self._process is None else {self._process.pid}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from trainer.contract.record import RunDir
 from trainer.contract.record.regular_file import open_to_append
 from trainer.host.process_identity import ProcessIdentity
 from trainer.host.processes import RUN, SUPERVISOR
-from trainer.host.stop_request import STOP_SIGNALS
+from trainer.host.stop_request import STOP_SIGNALS, signals_blocked
 
 if TYPE_CHECKING:
     from gputrain_tui.hosts.host_channel import HostChannel
@@ -39,20 +38,16 @@ def start_supervisor(
     outside_of_runs = {name: value for name, value in os.environ.items() if name != RUN}
     # The supervisor inherits the signal mask and unblocks the signals once it has handlers: a Ctrl-C while its modules
     # load stays pending.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        with _supervisor_log(run_dir) as log:
-            supervisor = subprocess.Popen(
-                [sys.executable, "-P", "-m", "gputrain_tui.lifecycle.supervisor", *argv],
-                env={**outside_of_runs, SUPERVISOR: str(run_dir.path.absolute())},
-                stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=[descriptor for channel in channels for descriptor in channel.pipes.descriptors],
-            )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with signals_blocked(STOP_SIGNALS), _supervisor_log(run_dir) as log:
+        supervisor = subprocess.Popen(
+            [sys.executable, "-P", "-m", "gputrain_tui.lifecycle.supervisor", *argv],
+            env={**outside_of_runs, SUPERVISOR: str(run_dir.path.absolute())},
+            stdin=subprocess.PIPE if leased else subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=[descriptor for channel in channels for descriptor in channel.pipes.descriptors],
+        )
     for channel in channels:
         channel.pipes.detach()
     return supervisor

@@ -17,9 +17,10 @@ from gputrain_tui.preflight.facts import START_CHECKS, PreflightFacts
 from gputrain_tui.preflight.result import CheckResult, error, ok, warning
 from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.recipe.source import dotted
-from gputrain_tui.tables import size
+from gputrain_tui.tables import counted, size
 from trainer.contract.backends import is_nccl
 from trainer.contract.builtin_tasks import BUILT_IN
+from trainer.contract.errors import listed
 from trainer.contract.option_rules import start_option
 from trainer.contract.rendezvous_url import scheme_of
 from trainer.host.resource_limits import MIN_SHM_BYTES, RANK_BYTES, SCRIPT_BYTES
@@ -198,15 +199,15 @@ def gpu_models(recipe: Recipe, plan: Plan, facts: PreflightFacts, local: LocalFa
         lacking = [gpu for gpu in gpus if gpu.capability is not None and gpu.capability < (8, 0)]
         if lacking and recipe.script is None and recipe.train.precision == "bf16":
             names = [f"GPU {gpu.index} ({gpu.name}, compute capability {_dotted(gpu.capability)})" for gpu in lacking]
-            what = f"precision is bf16, which {shortened(names, most=3)} cannot compute: that needs 8.0"
+            what = f"precision is bf16, which {listed(names, most=3)} cannot compute: that needs 8.0"
             leave_out = f"leave {'it' if len(lacking) == 1 else 'them'} out of {ranks_key(recipe, node)}"
             fix = f'train.precision = "fp16" is fast on all, or {leave_out}'
             yield error("precision", what, fix, key="train.precision", host=host)
     if len(models) > 1:
-        listed = ", ".join(f"{count} x {model}" for model, count in models.items())
+        counts = ", ".join(f"{count} x {model}" for model, count in models.items())
         balanced = recipe.script is not None or recipe.train.batch_size == "balanced"
         slowest = "" if balanced else ': a step takes as long as the slowest needs; train.batch_size = "balanced" helps'
-        yield CheckResult(status="note", check="GPU models", what=f"{listed}{slowest}")
+        yield CheckResult(status="note", check="GPU models", what=f"{counts}{slowest}")
 
 
 def _dotted(capability: tuple[int, int] | None) -> str:
@@ -226,7 +227,7 @@ def _gpu(gpu: Gpu, recipe: Recipe, key: str, host: str) -> CheckResult | None:
             f"{process.name or 'a process'} (pid {process.pid}{f' of {process.user}' if process.user else ''})"
             for process in working
         ]
-        users = gpu.claim.text if gpu.claim is not None else shortened(names, most=3)
+        users = gpu.claim.text if gpu.claim is not None else listed(names, most=3)
         result = warning if recipe.launch.share_devices else error
         fix = f"{take_others}; train.share_devices = true uses it anyway"
         return result("GPUs", f"GPU {gpu.index} is in use by {users}", fix, key=key, host=host)
@@ -425,7 +426,7 @@ def _unchecked_hosts(plan: Plan, facts: PreflightFacts, local: LocalFacts) -> It
         and not is_pending(node.host)
     )
     if unknown:
-        what = f"not checked: {shortened(list(unknown), most=4)}; the recipe is used as written"
+        what = f"not checked: {listed(list(unknown))}; the recipe is used as written"
         yield CheckResult(status="note", check="other hosts", what=what)
 
 
@@ -434,13 +435,3 @@ def ranks_key(recipe: Recipe, node: PlannedNode) -> str:
     wanted = recipe.cluster.nodes[node.node]
     name = next((name for name in ("gpus", "cpu_ranks", "ranks") if getattr(wanted, name) is not None), "gpus")
     return dotted(("cluster", "nodes", node.node, name))
-
-
-def counted(count: int, noun: str) -> str:
-    """Return ``1 rank`` or ``2 ranks``."""
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
-def shortened(names: Sequence[str], *, most: int) -> str:
-    """Return the first names, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

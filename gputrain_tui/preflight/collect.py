@@ -138,18 +138,14 @@ def _script(recipe: Recipe) -> CheckResult | None:
             return error("script", f"{path} {what}", "name a Python file", key=key)
         compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except OSError as failure:
-        return _unreadable("script", key, path, failure)
+        what = f"{path} cannot be read: {failure.strerror}"
+        return error("script", what, "check its path and permissions", key=key)
     except SyntaxError as invalid:
         line = f", line {invalid.lineno}" if invalid.lineno else ""
         return error("script", f"{path}{line} is not valid Python: {invalid.msg}", "fix the script", key=key)
     except ValueError as invalid:
         return error("script", f"{path} is not valid Python: {invalid}", "fix the script", key=key)
     return None
-
-
-def _unreadable(check: str, key: str, path: Path, failure: OSError) -> CheckResult:
-    what = f"{path} cannot be read: {failure.strerror}"
-    return error(check, what, "check its path and permissions", key=key)
 
 
 def _missing_optimizer(recipe: Recipe) -> CheckResult | None:

@@ -13,7 +13,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,7 +27,6 @@ from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.inventory import Inventory
 from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile
 from gputrain_tui.hosts.ssh import Ssh
-from gputrain_tui.hosts.survey import MAX_PARALLEL_HOSTS
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.preflight.collect import rendezvous_of
 from gputrain_tui.recipe.model import Recipe
@@ -203,21 +201,14 @@ class _Collection:
                 self._answers[node.node] = HostAnswer(node=node.node, host=node.host, problem=problems[node.host])
         asked = [node for node in nodes if node.node not in self._answers and not is_local(node.host, self._local)]
         self._first = FirstAnswers(len(asked))
-        with ThreadPoolExecutor(min(len(nodes), MAX_PARALLEL_HOSTS), thread_name_prefix="preflight") as pool:
-            try:
-                self._on_all(pool, nodes, self._facts)
-                if self._file is not None:
-                    self._on_all(pool, nodes[:1], self._write_token)
-                for step in (self._route, self._reach, self._close):
-                    self._on_all(pool, nodes, step)
-            except BaseException:  # also Ctrl-C
-                self._ssh.close()  # leaving the pool waits for its threads
-                raise
+        self._on_all(nodes, self._facts)
+        if self._file is not None:
+            self._on_all(nodes[:1], self._write_token)
+        for step in (self._route, self._reach, self._close):
+            self._on_all(nodes, step)
         return tuple(self._answers[node.node] for node in nodes)
 
-    def _on_all(
-        self, pool: ThreadPoolExecutor, nodes: Sequence[PlannedNode], step: Callable[[PlannedNode], None]
-    ) -> None:
+    def _on_all(self, nodes: Sequence[PlannedNode], step: Callable[[PlannedNode], None]) -> None:
         """Take one step in parallel with all hosts that have no problem so far, and wait for the end of it."""
 
         def guarded(node: PlannedNode) -> None:
@@ -232,7 +223,7 @@ class _Collection:
                 if channel is not None:
                     channel.close(at_once=True)
 
-        list(pool.map(guarded, nodes))
+        self._ssh.on_all(guarded, nodes)
 
     # --- the steps ------------------------------------------------------------------------------------------------
 

@@ -16,10 +16,8 @@ from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.preflight.checks import (
     LOW_DISK_BYTES,
     MIN_RECORD_BYTES,
-    counted,
     machine_checks,
     ranks_key,
-    shortened,
     too_few_files,
     with_location,
 )
@@ -28,9 +26,10 @@ from gputrain_tui.preflight.facts import SHARES_FIX, START_CHECKS, START_FIXES, 
 from gputrain_tui.preflight.result import CheckResult, error, ok, warning
 from gputrain_tui.recipe.model import Recipe
 from gputrain_tui.recipe.source import dotted
-from gputrain_tui.tables import size
+from gputrain_tui.tables import counted, size
 from trainer.contract.backends import is_nccl
 from trainer.contract.builtin_tasks import BUILT_IN
+from trainer.contract.errors import listed
 from trainer.contract.option_rules import start_option
 
 
@@ -50,7 +49,7 @@ def check_hosts(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> li
             results += _rendezvous(answer)
     names = list(dict.fromkeys(answer.host for answer in answers if answer.facts is not None))
     if names:
-        results.append(ok("hosts", f"{shortened(names, most=4)} answered"))
+        results.append(ok("hosts", f"{listed(names)} answered"))
     results += _same_machine(answers)
     results += _differences(recipe, plan, answers)
     results += _connections(plan, answers)

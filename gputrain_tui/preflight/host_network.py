@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import msgspec
@@ -15,7 +14,6 @@ import msgspec
 from gputrain_tui.hosts.host_channel import HostChannel, HostError
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.ssh import Ssh
-from gputrain_tui.hosts.survey import MAX_PARALLEL_HOSTS
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.preflight.collect_hosts import (
     REACH_TIMEOUT_S,
@@ -85,14 +83,13 @@ def probe_network(plan: Plan, local: LocalFacts) -> dict[tuple[str, str], bool]:
             channel.send("release")
             ssh.keep(channel)
 
-    with ThreadPoolExecutor(min(len(hosts), MAX_PARALLEL_HOSTS), thread_name_prefix="network") as pool:
-        for step in (listen, connect, release):
+    for step in (listen, connect, release):
 
-            def guarded(host: str) -> None:
-                with suppress(HostError):
-                    step(host)  # noqa: B023 - all hosts have taken it before the next one
+        def guarded(host: str) -> None:
+            with suppress(HostError):
+                step(host)  # noqa: B023 - all hosts have taken it before the next one
 
-            list(pool.map(guarded, hosts if step is listen else list(listeners)))
+        ssh.on_all(guarded, hosts if step is listen else list(listeners))
     for channel in channels.values():
         channel.close(at_once=True)
     return {(host, other): reach[host, other] for host in hosts for other in hosts if (host, other) in reach}

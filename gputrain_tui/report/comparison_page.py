@@ -12,7 +12,6 @@ from gputrain_tui.report.run_comparison import (
     RecordedRun,
     RunComparison,
     block_loss,
-    block_samples,
     block_time_ms,
     change_text,
     figure_title,
@@ -52,7 +51,7 @@ def block_curve(blocks: StepBlocks) -> BlockCurve:
     steps, of_samples, of_seconds = [], [], []
     rows: list[Values] = []
     for first, last, sums in blocks.numbered():
-        here, here_ms = block_samples(sums), block_time_ms(sums)
+        here, here_ms = sum(each.samples for each in sums), block_time_ms(sums)
         steps.append((first + last) / 2)
         of_samples.append(samples + here / 2)
         of_seconds.append((time_ms + here_ms / 2) / 1e3)

@@ -8,6 +8,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from itertools import chain
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -46,10 +47,10 @@ def described_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
         definition = schema["$defs"][each.__name__]
         definition["description"] = prose(each.__doc__ or "")
         try:
-            docs = field_docs(each)
+            docs = [field_docs(owner) for owner in each.__mro__ if "__annotations__" in vars(owner)]
         except OSError:  # a distribution without sources: the schema is the same but for these
             continue
-        for name, text in docs.items():
+        for name, text in chain.from_iterable(of_class.items() for of_class in docs):
             if text:
                 definition["properties"][name] = {"description": text} | definition["properties"][name]
     return schema

@@ -15,8 +15,7 @@ from gputrain_tui.lifecycle.remote_nodes import path_with_host
 from gputrain_tui.lifecycle.run_checkpoints import run_ids
 from gputrain_tui.recipe.build import load
 from gputrain_tui.recipe.model import Recipe
-from gputrain_tui.report.report_fields import RecipeChange, SavedCheckpoint
-from gputrain_tui.report.run_report import RunFacts
+from gputrain_tui.report.report_fields import RecipeChange, RunFacts, SavedCheckpoint
 from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.record import Step

@@ -170,8 +170,8 @@ class RecipeChange(msgspec.Struct, frozen=True, kw_only=True):
     """Value in this run."""
 
 
-class RunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A run; every figure is the one that console, closing table and ``runs --json`` show."""
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a report has that is not in the events: of the status, the recipes and the disk."""
 
     schema_version: int = 1
     """Changes when a key goes or changes its meaning, not when one is added."""
@@ -197,6 +197,21 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """Until now, or the end."""
     jobs: int | None = None
     """Jobs of Slurm that have begun; steps, samples and rates are of all of them; null where it runs in none."""
+    run_dir: str
+    """Its folder."""
+    checkpoints: tuple[SavedCheckpoint, ...] = ()
+    """Newest first."""
+    previous_run: str | None = None
+    """Id of the run before of the same recipe; None where there is none."""
+    changes: tuple[RecipeChange, ...] = ()
+    """What its recipe had otherwise."""
+    record_gap: str | None = None
+    """Why the record is not whole; None where it is."""
+
+
+class RunReport(RunFacts, frozen=True, kw_only=True):
+    """A run; every figure is the one that console, closing table and ``runs --json`` show."""
+
     step: int | None = None
     """Optimizer steps that all ranks have done; null before the first."""
     counts_anew: bool = False
@@ -206,8 +221,6 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """From 1; 0 before the first step."""
     world_size: int
     """Ranks of the newest attempt."""
-    run_dir: str
-    """Its folder."""
     verdict: Verdict
     """What limits it."""
     step_ms: float | None = None
@@ -250,11 +263,3 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """How each attempt before the last one ended."""
     hosts: tuple[HostHardware, ...] = ()
     """In the order of the nodes."""
-    checkpoints: tuple[SavedCheckpoint, ...] = ()
-    """Newest first."""
-    previous_run: str | None = None
-    """Id of the run before of the same recipe; None where there is none."""
-    changes: tuple[RecipeChange, ...] = ()
-    """What its recipe had otherwise."""
-    record_gap: str | None = None
-    """Why the record is not whole; None where it is."""

@@ -134,19 +134,13 @@ class Figure:
     """What it is a mean over: the steps of a block, or their time."""
 
 
-def block_steps(block: Sequence[Totals]) -> float:
-    """Return the steps of a block that were timed, over all ranks."""
-    return sum(sums.timed_steps for sums in block)
+def summed(field: str) -> Callable[[Sequence[Totals]], float]:
+    """Return a function that sums a field over the ranks of a block."""
+    return lambda block: sum(getattr(sums, field) for sums in block)
 
 
-def block_whole_steps(block: Sequence[Totals]) -> float:
-    """Return the steps of a block of which all phases were measured, over all ranks."""
-    return sum(sums.whole_steps for sums in block)
-
-
-def block_loss_steps(block: Sequence[Totals]) -> float:
-    """Return the steps of a block whose loss is known, over all ranks."""
-    return sum(sums.loss_steps for sums in block)
+block_steps = summed("timed_steps")
+"""Returns the steps of a block that were timed, over all ranks."""
 
 
 def block_loss(block: Sequence[Totals]) -> float | None:
@@ -161,11 +155,6 @@ def block_loss(block: Sequence[Totals]) -> float | None:
     return sum(sums.loss for sums in known) / sum(sums.loss_steps for sums in known)
 
 
-def block_samples(block: Sequence[Totals]) -> float:
-    """Return the samples of a block over all ranks."""
-    return sum(sums.samples for sums in block)
-
-
 def block_time_ms(block: Sequence[Totals]) -> float:
     """Return the time of a block's steps, ms: validations, checkpoints and starts are not in it."""
     return sum(sums.step_ms for sums in block) / max(len(block), 1)
@@ -173,7 +162,7 @@ def block_time_ms(block: Sequence[Totals]) -> float:
 
 SPEEDS = (
     Figure("step_ms", "ms", mean_step_ms, block_steps),
-    *(Figure(f"{phase}_ms", "ms", partial(mean_phase_ms, phase=phase), block_whole_steps) for phase in PHASES),
+    *(Figure(f"{phase}_ms", "ms", partial(mean_phase_ms, phase=phase), summed("whole_steps")) for phase in PHASES),
     Figure("throughput", "samples/s", samples_per_s, block_time_ms),
     Figure("steps_per_s", "steps/s", steps_per_s, block_time_ms),
 )
@@ -201,7 +190,7 @@ def compare(
     figures = [speed(figure, runs) for figure in SPEEDS]
     figures.append(losses("loss", runs, [min(run.blocks.last_step for run in runs)] * len(runs)))
     # What a resumed run had seen before is not in its record.
-    of_amounts = (("loss_by_samples", block_samples), ("loss_by_time", block_time_ms))
+    of_amounts = (("loss_by_samples", summed("samples")), ("loss_by_time", block_time_ms))
     for name, of in of_amounts if len({run.blocks.first_step for run in runs}) == 1 else ():
         if amount := min(run.blocks.amount(of) for run in runs):
             figures.append(losses(name, runs, [run.blocks.step_after(amount, of) for run in runs]))
@@ -317,7 +306,7 @@ def _losses(name: str, runs: Sequence[RecordedRun], steps: Sequence[int], *, int
         run.blocks.around(step, **window) if not run.counts_anew and run.has_loss_at(step) else []
         for run, step in zip(runs, steps, strict=True)
     ]
-    values = [block_sums(each, block_loss, block_loss_steps) for each in near]
+    values = [block_sums(each, block_loss, summed("loss_steps")) for each in near]
     changes = tuple(_difference(values[0], other, relative=False, intervals=intervals) for other in values[1:])
     unit = next((run.report.loss_unit for run in runs if run.report.loss_unit), "")
     return FigureComparison(name=name, unit=unit, relative=False, differences=changes, step=same)

@@ -13,9 +13,8 @@ from gputrain_tui.report.report_fields import (
     GpuCard,
     HostHardware,
     RankSummary,
-    RecipeChange,
+    RunFacts,
     RunReport,
-    SavedCheckpoint,
     StepPart,
     ValidationReport,
     Verdict,
@@ -27,27 +26,6 @@ from gputrain_tui.state.newest_metrics import newest_values
 from gputrain_tui.state.totals import PHASES, Totals
 from trainer.contract.outcome import RESTARTED
 from trainer.contract.record import NodeSample
-
-
-class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a report has that is not in the events: of the status and the recipes."""
-
-    id: str
-    recipe: str
-    state: str
-    run_dir: str
-    exit_code: int | None = None
-    message: str | None = None
-    failed_rank: int | None = None
-    failed_host: str | None = None
-    started: float | None = None
-    ended: float | None = None
-    duration_s: float | None = None
-    jobs: int | None = None
-    checkpoints: tuple[SavedCheckpoint, ...] = ()
-    previous_run: str | None = None
-    changes: tuple[RecipeChange, ...] = ()
-    record_gap: str | None = None
 
 
 def run_report(state: RunState, facts: RunFacts) -> RunReport:

@@ -99,7 +99,7 @@ def _subject(finding: Finding) -> str:
 
 
 def _few_ranks(ranks: Sequence[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0, 1, 2, … (16)``, which fits in the header of a narrow console."""
+    """Return ``rank 3`` or ``ranks 0, 2, 4, … (16)``, which fits in the header of a narrow console."""
     return ranks_text(ranks, limit=3)
 
 

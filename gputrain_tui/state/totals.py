@@ -141,10 +141,6 @@ class Totals(NamedTuple):
         return Totals._make(map(sub, self, earlier))
 
     @property
-    def mean_loss(self) -> float | None:
-        return self.loss / self.loss_steps if self.loss_steps else None
-
-    @property
     def counts_samples(self) -> bool:
         """Whether the samples of most steps are known: those of the others are neither a count nor a rate of all."""
         return self.samples > 0 and 2 * self.counted_steps >= self.steps

@@ -20,7 +20,7 @@ from ssh_server import ROOT, SshServer, free_port
 
 from gputrain_tui.hosts.inventory import is_free, take_inventory
 from gputrain_tui.hosts.ssh import Ssh
-from gputrain_tui.hosts.survey import HostReport, query_host, query_hosts
+from gputrain_tui.hosts.survey import HostReport, query_host
 from gputrain_tui.lifecycle.prepared import plan_with_inventories
 from gputrain_tui.recipe.build import build
 from trainer.contract.errors import RequestError
@@ -129,13 +129,13 @@ def test_a_connection_that_the_user_shares_is_used_where_the_key_alone_is_refuse
 
 
 def test_hosts_are_queried_in_parallel_and_listed_in_their_order(server: SshServer, ssh: Ssh) -> None:
-    def query(host: str, connections: Ssh, *, timeout_s: float) -> HostReport:
+    def query(host: str) -> str:
         together.wait(5)  # none passes before all are there
-        return HostReport(host=host)
+        return f"{host} answers"
 
     together = threading.Barrier(16)
     names = [f"node{index}" for index in range(16)]
-    assert [found.host for found in query_hosts(names, query=query, ssh=ssh)] == names
+    assert ssh.on_all(query, names) == [f"{name} answers" for name in names]
 
 
 # --- failures, each one calm line ------------------------------------------------------------------------------------
@@ -280,9 +280,17 @@ def test_there_is_no_password_prompt_even_on_a_terminal(server: SshServer, envir
 # --- plans -----------------------------------------------------------------------------------------------------------
 
 
-def planned(host: str, wants: str, ssh: Ssh, warn: Callable[[str], None] = lambda line: None) -> list[list[int | str]]:
+def planned(
+    host: str, wants: str, environ: dict[str, str], warn: Callable[[str], None] = lambda line: None
+) -> list[list[int | str]]:
     recipe = build(RECIPE.format(host=host, wants=wants), name="r.toml")
-    planned = plan_with_inventories(recipe, query=lambda hosts: query_hosts(hosts, ssh=ssh))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GPUTRAIN_SSH", environ["GPUTRAIN_SSH"])
+        try:
+            planned = plan_with_inventories(recipe)
+        finally:
+            for channel in Ssh().take_idle([host]):
+                channel.close()
     for warning in planned.warnings:
         warn(warning)
     return [node.devices for node in planned.plan.nodes]
@@ -300,23 +308,25 @@ def planned(host: str, wants: str, ssh: Ssh, warn: Callable[[str], None] = lambd
     ],
 )
 def test_a_plan_knows_the_gpus_of_another_host(
-    server: SshServer, ssh: Ssh, driver: Path, wants: str, devices: list[int | str]
+    server: SshServer, environ: dict[str, str], driver: Path, wants: str, devices: list[int | str]
 ) -> None:
     if not (server.folder / "planned").exists():
         with_gpus(server, driver, "planned")
-    assert planned("planned", wants, ssh) == [[0], devices]
+    assert planned("planned", wants, environ) == [[0], devices]
 
 
-def test_a_gpu_that_the_other_host_does_not_have_is_refused(server: SshServer, ssh: Ssh, driver: Path) -> None:
+def test_a_gpu_that_the_other_host_does_not_have_is_refused(
+    server: SshServer, environ: dict[str, str], driver: Path
+) -> None:
     name = with_gpus(server, driver, "two")
     with pytest.raises(RequestError, match=r"r.toml:7: cluster.nodes\[1\].gpus names GPU 5, but two has 0, 1"):
-        planned(name, "gpus = [0, 5]", ssh)
+        planned(name, "gpus = [0, 5]", environ)
 
 
-def test_an_unreachable_host_of_a_plan_is_one_line(server: SshServer, ssh: Ssh) -> None:
+def test_an_unreachable_host_of_a_plan_is_one_line(server: SshServer, environ: dict[str, str]) -> None:
     dead = server.host("dead", port=free_port())
     with pytest.raises(RequestError, match=r"r.toml:7: cluster.nodes\[1\].gpus is 'free', but .*refuses connections"):
-        planned(dead, 'gpus = "free"', ssh)
+        planned(dead, 'gpus = "free"', environ)
     warnings: list[str] = []
-    assert planned(dead, "gpus = [0, 2]", ssh, warnings.append) == [[0], [0, 2]]
+    assert planned(dead, "gpus = [0, 2]", environ, warnings.append) == [[0], [0, 2]]
     assert warnings[0].endswith("its list of GPUs is used unchecked")

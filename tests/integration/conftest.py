@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from gloo_group import Processes
+from rank_group import Gang
 
 
 @pytest.fixture(scope="module")
@@ -12,3 +13,11 @@ def processes() -> Iterator[Processes]:
     started = Processes()
     yield started
     started.close()
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Gang]:
+    """Two ranks with a process group, for functions that train on it."""
+    gang = Gang(2)
+    yield gang
+    gang.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from loop_on_ranks import train_on
@@ -12,13 +10,6 @@ from rank_group import Gang
 from torch import Tensor
 
 OPTIONS = {"batch_size": (8,), "optimizer": "sgd", "lr": (0.01,), "max_updates": 2, "save": False}
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Gang]:
-    gang = Gang(2)
-    yield gang
-    gang.close()
 
 
 def statistics_by_hand(*batches: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import os
 import pickle
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +69,6 @@ def save_sharded(_rank: int, _world_size: int, folder: str, form: str) -> None:
     }[form]
     dcp.save(state, checkpoint_id=folder)
     dist.barrier()
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Gang]:
-    gang = Gang(2)
-    yield gang
-    gang.close()
 
 
 @pytest.fixture(scope="module")

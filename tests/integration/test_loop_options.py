@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,6 @@ from trainer.contract.options import Training
 from trainer.engine.ddp_model import compression
 
 UPDATES = 12
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Gang]:
-    gang = Gang(2)
-    yield gang
-    gang.close()
 
 
 def train(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,13 +12,6 @@ from rank_group import Gang
 from torch import nn
 
 GROUP = {"batch_size": (4,), "optimizer": "sgd", "lr": (0.05,), "shuffle": False, "max_epochs": 2, "save": False}
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Gang]:
-    gang = Gang(2)
-    yield gang
-    gang.close()
 
 
 def one_rank(task: str, **options: Any) -> dict[str, Any]:

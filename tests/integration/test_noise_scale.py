@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,6 @@ from numeric_tasks import noisy_gradients
 from rank_group import Gang
 
 from trainer.contract.record import EventWriter, NoiseScale, decode_events
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Gang]:
-    gang = Gang(2)
-    yield gang
-    gang.close()
 
 
 def train(rank: int, world_size: int, options: dict[str, Any], record: str | None) -> float:

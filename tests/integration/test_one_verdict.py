@@ -99,13 +99,6 @@ class UnvalidatedTask(SizedTask):
         return {"train": super().datasets()["train"]}
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Gang]:
-    gang = Gang(2)
-    yield gang
-    gang.close()
-
-
 def drawn_options(checkpoint: str, cases: int) -> Iterator[dict[str, Any]]:
     """Yield options at random, mostly with a limit."""
     draw = random.Random(SEED)

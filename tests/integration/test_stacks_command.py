@@ -17,7 +17,7 @@ from trainer.contract.record import CodeFrame, Finding, RankStacks, ThreadStack,
     [
         ([], "", "it has none in its record"),
         ([1], "rank 1: train.py:8 in augment\n", "these were recorded at 2026-11-21 12:00:00, and none of ranks 0, 2"),
-        ([0, 1, 2], "ranks 0, 1, 2: train.py:8 in augment\n", "these were recorded at 2026-11-21 12:00:00"),
+        ([0, 1, 2], "ranks 0 to 2: train.py:8 in augment\n", "these were recorded at 2026-11-21 12:00:00"),
     ],
 )
 def test_of_an_ended_run_the_recorded_stacks_are_printed_and_the_other_ranks_named(

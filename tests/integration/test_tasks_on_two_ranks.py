@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,6 @@ from task_data import write_data
 
 from trainer.contract.builtin_tasks import BUILT_IN
 from trainer.tasks.registry import load_task
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Gang]:
-    gang = Gang(2)
-    yield gang
-    gang.close()
 
 
 def train(rank: int, world_size: int, task_name: str, task_options: dict[str, Any], cache: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,6 @@ from trainer.contract.options import Training
 from trainer.engine.end_conditions import Best
 
 ODD = TASK.replace("tiny_task.py:TinyTask", "odd_tasks.py:")
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Gang]:
-    gang = Gang(2)
-    yield gang
-    gang.close()
 
 
 def failure(done: TrainingResult) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,6 @@ from torch.utils.data import TensorDataset
 from trained import train, train_spawned
 
 OPTIONS = {"batch_size": (4,), "optimizer": "sgd", "lr": (0.05,), "shuffle": False, "max_epochs": 2, "save": False}
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Gang]:
-    gang = Gang(2)
-    yield gang
-    gang.close()
 
 
 def one_rank(task: str, **options: Any) -> dict[str, Any]:

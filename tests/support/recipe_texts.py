@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gputrain_tui.recipe.build import build
+from gputrain_tui.recipe.draft import Draft
+from gputrain_tui.recipe.form_fields import Field
 from gputrain_tui.recipe.model import Recipe
 from trainer.contract.errors import RequestError
 
@@ -28,3 +30,26 @@ def refusal(text: str, *settings: str, name: str = "r.toml") -> str:
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+DRAFT_TEXT = """# What it is for.
+name = "one"
+
+[[cluster.nodes]]
+cpu_ranks = 2           # two of them
+
+[train]
+task = "lm"
+lr = 0.1                # high
+
+[task]
+data = "stdlib"
+"""
+
+
+def draft(text: str = DRAFT_TEXT) -> Draft:
+    return Draft(text, name="one.toml")
+
+
+def field(draft: Draft, key: str) -> Field:
+    return next(field for field in draft.fields() if field.key == key)

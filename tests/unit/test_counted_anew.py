@@ -8,7 +8,8 @@ import pytest
 
 from gputrain_tui.history.export.extent import summary
 from gputrain_tui.history.export.steps import RankExtent
-from gputrain_tui.report.run_report import RunFacts, run_report
+from gputrain_tui.report.report_fields import RunFacts
+from gputrain_tui.report.run_report import run_report
 from gputrain_tui.state import RunState
 from trainer.contract.record import RankState, Step, TrainingPlan
 

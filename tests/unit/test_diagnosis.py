@@ -692,7 +692,7 @@ def test_a_loss_that_is_no_number_is_reported_once_every_rank_that_goes_on_has_r
     if going:
         run.state.apply(late)
         (found,) = run.diagnose()
-        assert (found.ranks, run_mark([found])) == ([0, 1, 2], "NaN since step 11 on ranks 0, 1, 2")
+        assert (found.ranks, run_mark([found])) == ([0, 1, 2], "NaN since step 11 on ranks 0 to 2")
     else:
         run.now += RECORD_LAG_S + 1.0
         (found,) = (each for each in run.diagnose() if each.kind == "non_finite")

@@ -3,35 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from recipe_texts import DRAFT_TEXT, draft, field
 
 from gputrain_tui.recipe.build import build
-from gputrain_tui.recipe.draft import Draft
 from gputrain_tui.recipe.files import complete_path, recipe_files
-from gputrain_tui.recipe.form_fields import Field, find_field, message_key, strip_location
+from gputrain_tui.recipe.form_fields import find_field, message_key, strip_location
 from gputrain_tui.recipe.toml_writer import dump_toml
 from trainer.contract.errors import RequestError
-
-TEXT = """# What it is for.
-name = "one"
-
-[[cluster.nodes]]
-cpu_ranks = 2           # two of them
-
-[train]
-task = "lm"
-lr = 0.1                # high
-
-[task]
-data = "stdlib"
-"""
-
-
-def draft(text: str = TEXT) -> Draft:
-    return Draft(text, name="one.toml")
-
-
-def field(draft: Draft, key: str) -> Field:
-    return next(field for field in draft.fields() if field.key == key)
 
 
 def test_every_option_is_a_field_with_help_and_group() -> None:
@@ -103,7 +81,7 @@ def test_an_empty_value_means_the_default() -> None:
 
 
 def test_an_empty_value_of_a_node_removes_only_that_key() -> None:
-    one = draft(TEXT.replace("[[cluster.nodes]]", '[[cluster.nodes]]\nhost = "n0"\nworkdir = "/w"'))
+    one = draft(DRAFT_TEXT.replace("[[cluster.nodes]]", '[[cluster.nodes]]\nhost = "n0"\nworkdir = "/w"'))
     one.set("cluster.nodes[0].cpu_ranks", "3")
     one.set("cluster.nodes[0].workdir", "")
     assert one.nodes() == [{"host": "n0", "cpu_ranks": 3}]
@@ -112,7 +90,7 @@ def test_an_empty_value_of_a_node_removes_only_that_key() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [TEXT, '[train]\ntask = "lm"\n', '{"train": {"task": "lm"}, "cluster": {"nodes": [{"gpus": 2}]}}']
+    "text", [DRAFT_TEXT, '[train]\ntask = "lm"\n', '{"train": {"task": "lm"}, "cluster": {"nodes": [{"gpus": 2}]}}']
 )
 def test_adding_and_removing_a_node_is_no_change(text: str) -> None:
     one = draft(text)
@@ -143,14 +121,14 @@ def test_every_edit_can_be_undone_until_it_is_saved() -> None:
     assert [one.undo() for _ in range(6)] == [
         "cluster.nodes[0].host", "cluster.nodes[0].gpus", "cluster.nodes[0].host", "task.data", "train.lr", None,
     ]  # fmt: skip
-    assert (one.text, one.changes) == (TEXT, {})
+    assert (one.text, one.changes) == (DRAFT_TEXT, {})
     one.set("train.lr", "0.5")
-    one.mark_saved(TEXT, name="one.toml")
+    one.mark_saved(DRAFT_TEXT, name="one.toml")
     assert one.undo() is None
 
 
 def test_the_last_key_of_slurm_goes_with_its_table_which_alone_would_submit_the_run() -> None:
-    one = draft(TEXT + '\n[slurm]\npartition = "gpu"\n')
+    one = draft(DRAFT_TEXT + '\n[slurm]\npartition = "gpu"\n')
     assert field(one, "slurm.partition").text == "gpu"
     one.set("slurm.partition", "")
     assert build(one.text, name=one.name, overrides=one.settings).slurm is None
@@ -242,11 +220,11 @@ def test_a_path_is_completed_as_far_as_all_files_agree(tmp_path: Path) -> None:
 def test_recipes_are_found_in_the_folder_and_in_ones_own(tmp_path: Path) -> None:
     (tmp_path / "here" / "recipes").mkdir(parents=True)
     (tmp_path / "own" / "recipes").mkdir(parents=True)
-    (tmp_path / "here" / "recipes" / "a.toml").write_text(TEXT)
+    (tmp_path / "here" / "recipes" / "a.toml").write_text(DRAFT_TEXT)
     (tmp_path / "here" / "b.toml").write_text('[train]\ntask = "lm"\n')
     (tmp_path / "here" / "broken.toml").write_text("[train]\nlr = \n")
     (tmp_path / "here" / "pyproject.toml").write_text('[project]\nname = "x"\n')
-    (tmp_path / "own" / "recipes" / "c.toml").write_text(TEXT.replace("one", "mine"))
+    (tmp_path / "own" / "recipes" / "c.toml").write_text(DRAFT_TEXT.replace("one", "mine"))
     found = recipe_files(tmp_path / "here", tmp_path / "own")
     assert [(file.group, file.name) for file in found] == [
         ("recipes/", "one"),

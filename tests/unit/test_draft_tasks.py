@@ -9,10 +9,10 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from recipe_texts import DRAFT_TEXT, draft, field
 
 from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.draft import Draft
-from gputrain_tui.recipe.form_fields import Field
 from gputrain_tui.recipe.new_recipe import from_text
 from gputrain_tui.recipe.source import override, parse
 from gputrain_tui.recipe.toml_writer import dump_toml
@@ -21,36 +21,13 @@ from trainer.contract.errors import RequestError
 from trainer.contract.options import Training
 from trainer.contract.schema import describe
 
-TEXT = """# What it is for.
-name = "one"
-
-[[cluster.nodes]]
-cpu_ranks = 2           # two of them
-
-[train]
-task = "lm"
-lr = 0.1                # high
-
-[task]
-data = "stdlib"
-"""
-
-
-def draft(text: str = TEXT) -> Draft:
-    return Draft(text, name="one.toml")
-
-
-def field(draft: Draft, key: str) -> Field:
-    return next(field for field in draft.fields() if field.key == key)
-
-
 # The task is changed
 
 
 @pytest.mark.parametrize("as_json", [False, True])
 @pytest.mark.parametrize("task", ["mnist", "masked_lm", "docnn", "mlp.py:Mlp"])
 def test_another_task_begins_with_its_defaults_and_undo_brings_the_former_keys_back(task: str, as_json: bool) -> None:
-    one = draft(json.dumps(tomllib.loads(TEXT)) if as_json else TEXT)
+    one = draft(json.dumps(tomllib.loads(DRAFT_TEXT)) if as_json else DRAFT_TEXT)
     assert one.set("task.dim", "64") == []
     before = one.text, one.settings, [(field.key, field.text) for field in one.fields()]
     assert set(one.set("train.task", task)) == {"task.data", "task.dim"}
@@ -81,7 +58,7 @@ def test_a_saved_recipe_of_another_task_has_the_comments_and_not_the_former_keys
 
 
 def test_a_wrong_key_of_the_file_itself_is_shown_and_can_be_removed() -> None:
-    one = draft(TEXT + "dimm = 3\n")
+    one = draft(DRAFT_TEXT + "dimm = 3\n")
     assert field(one, "task.dimm").text == "3"
     one.reset("task.dimm")
     build(one.text, name=one.name, overrides=one.settings)

@@ -543,7 +543,14 @@ def test_numbers_are_short(value: float | None, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "text"),
-    [([3], "rank 3"), ([1, 2], "ranks 1, 2"), (list(range(12)), "ranks 0, 1, 2, 3, 4, 5, 6, 7, … (12)")],
+    [
+        ([3], "rank 3"),
+        ([1, 2], "ranks 1, 2"),
+        ([4, 5, 6], "ranks 4 to 6"),
+        ([0, 2, 3, 7], "ranks 0, 2, 3, 7"),
+        (list(range(12)), "ranks 0 to 11"),
+        (list(range(0, 24, 2)), "ranks 0, 2, 4, 6, 8, 10, 12, 14, … (12)"),
+    ],
 )
 def test_many_ranks_are_named_shortly(ranks: list[int], text: str) -> None:
     assert ranks_text(ranks) == text

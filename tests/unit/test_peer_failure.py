@@ -3,21 +3,13 @@ from __future__ import annotations
 import pytest
 
 from trainer.distributed.peer_failure import attribute_failure
-from trainer.distributed.rendezvous import RankMachine, format_ranks
+from trainer.distributed.rendezvous import RankMachine
 
 MACHINES = [
     RankMachine(host="h1", ranks=[0, 1]),
     RankMachine(host="h2", ranks=[2]),
     RankMachine(host="h3", ranks=[3, 4, 5]),
 ]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [([4], "rank 4"), ([4, 5], "ranks 4, 5"), ([4, 5, 6], "ranks 4 to 6"), ([0, 2, 3, 7], "ranks 0, 2, 3, 7")],
-)
-def test_ranks_are_named_in_ranges(ranks: list[int], text: str) -> None:
-    assert format_ranks(ranks) == text
 
 
 @pytest.mark.parametrize(

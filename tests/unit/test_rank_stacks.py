@@ -81,11 +81,11 @@ def test_a_group_names_its_hosts_and_the_collectives_of_the_ranks_behind_first()
 
     (lines,) = group_lines(group_stacks([at(0, 8), at(1, 8), at(2, 8), at(3, 7, "started")]), threads=False)
     assert [text for text, _ in lines] == [
-        "ranks 0, 1, 2, 3 on h0, h1: train.py:41 in step",
+        "ranks 0 to 3 on h0, h1: train.py:41 in step",
         "  > train.py:41 in step",
         "  1 other thread: --threads shows them",
         "  last collectives of rank 3: all_reduce 7 of [4, 8] (started)",
-        "  last collectives of ranks 0, 1, 2: all_reduce 8 of [4, 8]",
+        "  last collectives of ranks 0 to 2: all_reduce 8 of [4, 8]",
     ]
 
 

@@ -24,9 +24,9 @@ from gputrain_tui.history.series import Series
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.lifecycle.remote_nodes import RemoteNode, write_remote_node
 from gputrain_tui.report.load_report import previous_run, read_run_record, recipe_changes, run_facts
-from gputrain_tui.report.report_fields import RunReport
+from gputrain_tui.report.report_fields import RunFacts, RunReport
 from gputrain_tui.report.run_charts import run_charts
-from gputrain_tui.report.run_report import RunFacts, past_findings, run_report, verdict
+from gputrain_tui.report.run_report import past_findings, run_report, verdict
 from gputrain_tui.report.step_blocks import StepBlocks
 from gputrain_tui.state import RunState
 from gputrain_tui.state.rank_state import KEPT

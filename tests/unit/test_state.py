@@ -72,8 +72,8 @@ def test_the_version_moves_with_every_event() -> None:
             },
             {"compute_share": 0.6, "sync_ms": 25.0, "data_ms": 10.0, "other_ms": 0.0, "whole_ms": 100.0},
         ),
-        ({"step_ms": None}, {"samples_per_s": None, "mean_step_ms": None, "mean_loss": 2.0}),
-        ({"loss": None}, {"mean_loss": None}),
+        ({"step_ms": None}, {"samples_per_s": None, "mean_step_ms": None, "loss": 2.0, "loss_steps": 1}),
+        ({"loss": None}, {"loss": 0.0, "loss_steps": 0}),
     ],
     ids=["durations alone", "all parts", "no durations", "no loss"],
 )
@@ -132,7 +132,7 @@ def test_an_event_of_several_steps_counts_for_each_of_them() -> None:
     state = fold(step(number=1, loss=1.0, step_ms=10.0), step(number=4, steps=3, loss=5.0, step_ms=50.0))
     totals = state.ranks[0].totals
     assert (totals.steps, totals.samples) == (4, 32)
-    assert totals.mean_loss == pytest.approx(4.0)
+    assert (totals.loss, totals.loss_steps) == (pytest.approx(16.0), 4)
     assert totals.mean_step_ms == pytest.approx(40.0)
 
 
@@ -140,8 +140,8 @@ def test_recent_means_forget_steps_older_than_the_window() -> None:
     events = [step(number=n, loss=9.0) for n in range(1, 11)]
     events += [step(number=10 + n, loss=1.0) for n in range(1, WINDOW + 1)]
     view = fold(*events).ranks[0]
-    assert view.recent.mean_loss == pytest.approx(1.0)
-    assert view.recent.steps == WINDOW
+    assert view.recent.loss == pytest.approx(WINDOW)
+    assert view.recent.steps == view.recent.loss_steps == WINDOW
     assert view.totals.steps == WINDOW + 10
 
 

@@ -53,6 +53,7 @@ def test_durations_are_formatted_as_a_clock(seconds: float | None, text: str) ->
 
 def test_a_number_that_was_not_measured_is_empty_and_not_zero() -> None:
     assert [number(None), number(0.0), number(1.23456, 2)] == ["", "0", "1.23"]
+    assert [number(1234), number(12345.678, 4), number(1e20)] == ["1,234", "12,346", "1.00e+20"]
 
 
 def test_everything_lives_under_the_home_that_is_set(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from trainer.agent.assignment import RankAssignment
 from trainer.agent.rank_failure import last_error
 from trainer.agent.shutdown import Shutdown
 from trainer.agent.worker_process import WorkerProcess
-from trainer.contract.errors import ExitCode
+from trainer.contract.errors import ExitCode, ranks_text
 from trainer.contract.option_rules import less_memory
 from trainer.contract.outcome import NodeOutcome, exit_code_of, is_lost_peer, lost_peer_text, root_cause, signal_name
 from trainer.contract.record import AnyEvent, EventWriter, Failure, RankState, RunDir, decode_events
@@ -226,7 +226,6 @@ def _lost_rank_failure(ranks: Sequence[WorkerProcess], lost: Failure) -> Failure
         (unreported, "silent", "reported nothing"),
     ):
         if absent:
-            names = ", ".join(str(rank.assignment.rank) for rank in absent)
-            message = f"rank{'s' * (len(absent) > 1)} {names} {predicate}; {gave_up}"
+            message = f"{ranks_text([rank.assignment.rank for rank in absent])} {predicate}; {gave_up}"
             return msgspec.structs.replace(absent[0].assignment.failure(kind, message), time=lost.time)
     return None

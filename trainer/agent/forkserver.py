@@ -18,7 +18,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from typing import Any
 
-from trainer.host.stop_request import SAVE_SIGNALS
+from trainer.host.stop_request import SAVE_SIGNALS, signals_blocked
 
 PRELOADED = ("trainer.agent.preload_first", "trainer.agent.preload_torch")
 """Modules that the server of tasks imports before it forks."""
@@ -47,16 +47,13 @@ def start(preloaded: Sequence[str]) -> BaseContext:
     context.set_forkserver_preload(list(preloaded))
     # Ctrl-C goes to the whole foreground group, and Slurm may signal every process of a job. The server inherits the
     # mask; in this process such signals stay pending until the mask is restored.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SAVE_SIGNALS)
-    try:
+    with signals_blocked(SAVE_SIGNALS):
         sys.warnoptions.append(NO_LEAK_WARNING)  # beside a rank's one line about its end, such as without a compiler
         resource_tracker.ensure_running()  # it ignores SIGINT and SIGTERM itself, and unblocks them in this process
         sys.warnoptions.remove(NO_LEAK_WARNING)
         signal.pthread_sigmask(signal.SIG_BLOCK, SAVE_SIGNALS)
         with environment({SERVER_OF: str(os.getpid())} | FORK_SAFE):
             _ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
 
 

@@ -21,6 +21,7 @@ import msgspec
 from trainer.agent.assignment import STARTS_RANKS, RankAssignment
 from trainer.agent.started_group import GroupMember, Place, PlannedRanks, Verdict, verdict
 from trainer.agent.worker_process import StartedProcess, WorkerProcess
+from trainer.contract.errors import ranks_text
 from trainer.contract.outcome import RankReport
 from trainer.contract.record import EventWriter, Failure, Finding, World
 from trainer.contract.record.regular_file import size_of
@@ -229,7 +230,8 @@ class StartedRanks:
         if found == "nested":
             what = f"the plan has {self._plan.processes} ranks on this node, and the script of each starts ranks itself"
         else:
-            what = f"the plan has {self._plan.world_size} ranks, of which {_ranks(self._plan.ranks)} on this node"
+            here = f"{ranks_text(self._plan.ranks)} {'is' if len(self._plan.ranks) == 1 else 'are'}"
+            what = f"the plan has {self._plan.world_size} ranks, of which {here} on this node"
         self._writer.write(
             Finding(
                 time=time.time(),
@@ -291,7 +293,3 @@ class StartedRanks:
         """Record the success of ranks that have ended without a report, once the script has ended well."""
         for number in self._died:
             self._writer.write(self.ranks[number].assignment.state("finished"))
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]} are"

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from trainer.checkpoint.reader import reason_of
+from trainer.checkpoint.reader import naming_the_file, reason_of
 from trainer.contract.errors import CheckpointError
 from trainer.contract.record.checkpoints import DCP_METADATA
 
@@ -63,17 +63,14 @@ def read_metadata(folder: Path, wanted: Callable[[Key], bool]) -> dict[Key, Save
     path = folder / DCP_METADATA
     if not path.is_file():
         raise CheckpointError(f"{folder}: has no {DCP_METADATA}, which is written last: it was not saved to the end")
-    try:
-        with path.open("rb") as file:
+    with naming_the_file(path, "is damaged"), path.open("rb") as file:
+        try:
             metadata = _Unpickler(file).load()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except _ForeignNameError as error:
-        raise CheckpointError(
-            f"{path}: names {error}, which does not belong in it; as a pickle it could run code, so it is not loaded"
-        ) from None
-    except Exception as error:  # noqa: BLE001 - a damaged pickle raises errors of many types
-        raise CheckpointError(f"{path}: is damaged: {reason_of(error)}") from None
+        except _ForeignNameError as error:
+            raise CheckpointError(
+                f"{path}: names {error}, which does not belong in it; as a pickle it could run code, so it is not "
+                "loaded"
+            ) from None
     try:
         return _tensors_of(metadata, wanted)
     except _MalformedError as error:
@@ -118,16 +115,11 @@ def read_tensor(folder: Path, name: str, saved: SavedTensor) -> Tensor:
 
 
 def _read_part(path: Path, name: str, part: Part, dtype: torch.dtype) -> Tensor:
-    try:
-        with path.open("rb") as file:
-            section: Any = _Section(file, part.start, part.length)
-            _require_checksums(section)
-            section.seek(0)
-            piece = torch.load(section, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except Exception as error:  # noqa: BLE001 - torch raises errors of many types for a damaged file
-        raise CheckpointError(f"{path}: is damaged: {name} cannot be loaded: {reason_of(error)}") from None
+    with naming_the_file(path, f"is damaged: {name} cannot be loaded"), path.open("rb") as file:
+        section: Any = _Section(file, part.start, part.length)
+        _require_checksums(section)
+        section.seek(0)
+        piece = torch.load(section, map_location="cpu", weights_only=True)
     if not isinstance(piece, Tensor) or piece.dtype != dtype or tuple(piece.shape) != part.sizes:
         is_now = f"{piece.dtype} {list(piece.shape)}" if isinstance(piece, Tensor) else type(piece).__name__
         raise CheckpointError(

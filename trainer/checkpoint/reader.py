@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,31 +30,34 @@ def load(path: Path | str, *, mapped: bool = False) -> dict[str, Any]:
 def load_plain(path: Path | str, *, checked: bool = False, mapped: bool = False) -> Any:
     """Return the content of a file of ``torch.save``, its tensors on the CPU."""
     path = Path(path)
-    try:
+    with naming_the_file(path):
         if path.exists() and not path.is_file():  # opening a pipe without a writer would block
             raise CheckpointError(f"{path}: is not a file")
         with path.open("rb") as file:
             if checked:
                 files.check(path, file)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+
+
+def peek(path: Path) -> dict[str, Any]:
+    """Return the state of a checkpoint, to read its plain values; tensors are memory-mapped, nothing is verified."""
+    with naming_the_file(path):
+        files.sequence_of(path)
+    state = load_plain(path, mapped=True)
+    return state if isinstance(state, dict) else {}
+
+
+@contextmanager
+def naming_the_file(path: Path, failed: str = "cannot be loaded") -> Iterator[None]:
+    """Raise ``CheckpointError`` for any error of the body, which reads a file."""
+    try:
+        yield
     except CheckpointError:
         raise
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
     except Exception as error:  # noqa: BLE001 - torch raises errors of many types for a damaged file
-        raise CheckpointError(f"{path}: cannot be loaded: {reason_of(error)}") from None
-
-
-def peek(path: Path) -> dict[str, Any]:
-    """Return the state of a checkpoint, to read its plain values; tensors are memory-mapped, nothing is verified."""
-    try:
-        files.sequence_of(path)
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except CheckpointError:
-        raise
-    except Exception as error:  # noqa: BLE001 - as in load
-        raise CheckpointError(f"{path}: cannot be loaded: {reason_of(error)}") from None
-    return state if isinstance(state, dict) else {}
+        raise CheckpointError(f"{path}: {failed}: {reason_of(error)}") from None
 
 
 def reason_of(error: Exception) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainer.checkpoint.dcp_folder import Key, read_metadata, read_tensor, require_files
 from trainer.checkpoint.file import has_trailer
 from trainer.checkpoint.reader import load, load_plain
-from trainer.contract.errors import CheckpointError
+from trainer.contract.errors import CheckpointError, listed
 from trainer.contract.record.checkpoints import is_dcp_folder
 
 _WITHIN = ("model", "state_dict", "model_state_dict", "module")
@@ -103,8 +103,7 @@ def _open_folder(folder: Path, model: Collection[str]) -> Weights:
     for key, saved in read_metadata(folder, _may_be_weight).items():
         by_entry.setdefault(key[:-1], {})[str(key[-1])] = saved
     if not by_entry:
-        listed = ", ".join(_WITHIN)
-        raise CheckpointError(f"{folder}: holds no named tensors, at the top level or under {listed}")
+        raise CheckpointError(f"{folder}: holds no named tensors, at the top level or under {', '.join(_WITHIN)}")
     entries = {entry: _without_prefix(tensors) for entry, tensors in by_entry.items()}
     known = {entry: sum(name in tensors for name in model) for entry, tensors in entries.items()}
     if not any(known.values()):
@@ -173,10 +172,4 @@ def fit(weights: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[dic
         if name in shapes and name not in fitting
     ]
     parts = [("missing", missing), ("unexpected", unexpected), ("different shape", reshaped)]
-    return fitting, "; ".join(f"{difference}: {_some(names)}" for difference, names in parts if names)
-
-
-def _some(names: list[str]) -> str:
-    max_names = 5  # maximum names per difference in a message; a model may have hundreds
-    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
-    return ", ".join(names[:max_names]) + more
+    return fitting, "; ".join(f"{difference}: {listed(names)}" for difference, names in parts if names)

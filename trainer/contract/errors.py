@@ -6,7 +6,7 @@ import difflib
 import re
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 
@@ -93,6 +93,24 @@ def print_message(line: str, *, program: str) -> None:
 def quoted(value: object) -> str:
     """Return the ``repr`` of a value, without its middle where it is long."""
     return _elide_middle(repr(value))
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Return the first few names in words, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
+def ranks_text(ranks: Sequence[int], limit: int = 8) -> str:
+    """Return ``rank 4``, ``ranks 4, 5``, ``ranks 4, 6 to 9`` or, beyond so many parts, ``ranks 1, 3, 5, … (12)``."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    texts = [", ".join(map(str, range(low, high + 1))) if high - low < 2 else f"{low} to {high}" for low, high in parts]
+    more = f", … ({len(ranks)})" if len(texts) > limit else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts[:limit])}{more}"
 
 
 def require_utf8(argv: Iterable[str]) -> None:

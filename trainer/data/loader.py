@@ -18,7 +18,7 @@ from trainer.data.dataset import SizedDataset
 from trainer.data.seeds import seed_all
 from trainer.host import process_guard
 from trainer.host.descendants import die_with_parent_process
-from trainer.host.stop_request import save_signals_blocked
+from trainer.host.stop_request import SAVE_SIGNALS, signals_blocked
 
 Collate = Callable[[list[Any]], Any]
 Bounds = Callable[[int], tuple[int, int]]
@@ -174,7 +174,7 @@ def worker_loader(dataset: Any, num_workers: int, **options: Any) -> DataLoader[
 def read_ahead(loader: DataLoader[Any]) -> Iterator[Any]:
     """Start the workers and return the iterator over their batches, which raises their ``CarriedError``."""
     # A scheduler may signal every process of a job, including a worker that does not ignore the signal yet.
-    with save_signals_blocked():
+    with signals_blocked(SAVE_SIGNALS):
         batches = iter(loader)
     return map(_raise_carried, batches)
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from trainer.contract.errors import RequestError, TrainingError
+from trainer.contract.errors import RequestError, TrainingError, listed
 from trainer.distributed.rendezvous import REFUSAL_LINGER_S, RankMachine, Registration, RendezvousResult
 from trainer.distributed.store import (
     KEY_PREFIX,
@@ -29,7 +29,7 @@ from trainer.host.addresses import InterfaceAddress, source_towards
 from trainer.host.reachability import (
     CONNECT_TIMEOUT_S,
     find_route,
-    listen_on_any_port,
+    listen_on_all_addresses,
     outward_addresses,
     resolve,
     unreachable,
@@ -106,7 +106,7 @@ def _probe_machine(
     probe_all: bool,
 ) -> Endpoint:
     """Choose this machine's address, publish it for all its ranks, and connect to every other machine."""
-    with listen_on_any_port() as listener:
+    with listen_on_all_addresses() as listener:
         port = int(listener.getsockname()[1])
         own = outward_addresses()
         address = _requested_address(own, requested) if requested is not None else _address_towards_store(rdzv, own)
@@ -177,10 +177,7 @@ def _probe_all(keys: Store, machines: Sequence[RankMachine], here: int, wait: Wa
             f"{machine.host} cannot reach {machines[other].name} at {endpoints[other].addresses[0]} ({why})"
             for other, why in failed.items()
         ]
-    max_unreachable_listed = 4  # maximum number of unreachable pairs in the message
-    refusal = ", ".join(pairs[:max_unreachable_listed]) + (
-        f" and {len(pairs) - max_unreachable_listed} more" if len(pairs) > max_unreachable_listed else ""
-    )
+    refusal = listed(pairs)
     if refusal:
         refusal += (
             ": every rank connects to every other one, on any port; allow this in the firewalls, or name the interface "

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from trainer.distributed.rendezvous import RankMachine, format_ranks
+from trainer.contract.errors import ranks_text
+from trainer.distributed.rendezvous import RankMachine
 from trainer.distributed.store import RendezvousStore
 from trainer.host.addresses import is_interface_up
 from trainer.host.ports import outgoing_ports, own_connections
@@ -94,7 +95,7 @@ def attribute_failure(
     lost = [machine for machine in silent if machine.ranks]
     if not lost:
         return ""
-    names = ", ".join(f"{format_ranks(machine.ranks)} on {machine.host}" for machine in lost[:4])
+    names = ", ".join(f"{ranks_text(machine.ranks)} on {machine.host}" for machine in lost[:4])
     more = f" and of {len(lost) - 4} more machines" if len(lost) > 4 else ""
     return f"no report from {names}{more}"
 

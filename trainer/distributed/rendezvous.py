@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 
 import msgspec
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from trainer.contract.errors import RequestError, TrainingError
+from trainer.contract.errors import RequestError, TrainingError, ranks_text
 from trainer.distributed.collectives import RankRequest, disagreement
 from trainer.distributed.store import (
     KEY_PREFIX,
@@ -62,7 +62,7 @@ class RankMachine(msgspec.Struct, kw_only=True, frozen=True):
 
     @property
     def name(self) -> str:
-        return f"{self.host} ({format_ranks(self.ranks)})"
+        return f"{self.host} ({ranks_text(self.ranks)})"
 
 
 class RendezvousResult(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
@@ -74,18 +74,6 @@ class RendezvousResult(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=
     """Whether the refusal is that ranks are missing at the time-out."""
     machines: list[RankMachine] = []
     """Members by machine; rank 0's machine is first."""
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ``rank 4``, ``ranks 4, 5`` or ``ranks 4, 6 to 9``."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    texts = [", ".join(map(str, range(low, high + 1))) if high - low < 2 else f"{low} to {high}" for low, high in parts]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
 
 
 def own_registration(*, rank: int, world_size: int, identity: str, device: str = "") -> Registration:
@@ -286,7 +274,7 @@ def _timeout_message(
     processes = ", ".join(f"{rank} ({_read_registration(keys, rank).process})" for rank in joined[:16])
     more = f" and {len(joined) - 16} more" if len(joined) > 16 else ""
     return (
-        f"{format_ranks(missing)} of {mine.world_size} did not join within {timeout_s:g} s at {rdzv.url}; "
+        f"{ranks_text(missing)} of {mine.world_size} did not join within {timeout_s:g} s at {rdzv.url}; "
         f"joined: {processes}{more}"
     )
 

@@ -21,6 +21,7 @@ from torch.distributed import DistError, DistNetworkError, FileStore, PrefixStor
 from trainer.contract.errors import RequestError, TrainingError
 from trainer.contract.rendezvous_url import parse_rendezvous_url, port_in_use, scheme_of, tcp_url
 from trainer.host.addresses import is_loopback
+from trainer.host.reachability import listen_on_all_addresses
 
 OnWaiting = Callable[[list[int], list[int], float], None]
 """Callback about once a second while ranks are missing: joined ranks, missing ranks, milliseconds waited."""
@@ -174,9 +175,7 @@ def _listen(host: str, port: int) -> socket.socket:
     if is_loopback(host):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, backlog=2048, dualstack_ipv6=True)
-    return socket.create_server(("", port), backlog=2048)
+    return listen_on_all_addresses(port)
 
 
 def _reaches_itself(host: str, port: int) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from trainer.contract.errors import RequestError
+from trainer.contract.errors import RequestError, listed
 from trainer.data.dataset import AnyDataset, SizedDataset, is_stream
 from trainer.data.loader import BatchLoader
 from trainer.data.seeds import keep_random_state, seed_all
@@ -138,11 +138,6 @@ def require_same_parameters(model: nn.Module, names: set[str]) -> None:
             f"the model makes {listed(made)} in its forward pass, where no optimizer knows it: make every parameter in "
             "__init__, or run a batch through the model in the task's model()"
         )
-
-
-def listed(names: list[str]) -> str:
-    """Return the first few names as a list in words."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _describe(error: Exception) -> str:

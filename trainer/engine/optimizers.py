@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adadelta, Adagrad, Adam, AdamW, Optimizer, optimizer as torch_optimizer
 
-from trainer.contract.errors import RequestError
+from trainer.contract.errors import RequestError, listed
 from trainer.contract.option_rules import FALLING, OF_ONE, flag_of, schedule_conflict, schedule_end
 from trainer.contract.options import Training
 from trainer.data.batches import EpochBatches
 from trainer.data.stream_batches import StreamBatches
 from trainer.engine.ddp_model import trainable, values_of, with_sparse_gradient
 from trainer.engine.end_conditions import last_update
-from trainer.engine.loss_check import listed
 from trainer.engine.muon import MuonWithAdamW
 from trainer.engine.parameter_groups import parameter_groups
 from trainer.tasks.task import Task

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from trainer.contract.errors import RequestError
+from trainer.contract.errors import RequestError, listed
 from trainer.distributed.host_copies import HostCopy, begin_copy, host_copies
 from trainer.engine import reports
 from trainer.engine.ddp_model import Strategy, coalesce, gradients, values_of, with_sparse_gradient
-from trainer.engine.loss_check import listed, require_same_parameters
+from trainer.engine.loss_check import require_same_parameters
 from trainer.engine.worker_context import WorkerContext
 
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"

@@ -31,11 +31,11 @@ CONNECT_TIMEOUT_S = 3.0
 """Time-out of a connection to one of several addresses; enough for one retransmission of TCP's first packet."""
 
 
-def listen_on_any_port() -> socket.socket:
-    """Return a socket that listens on all addresses of this machine, on a port that the kernel chooses."""
+def listen_on_all_addresses(port: int = 0) -> socket.socket:
+    """Return a socket that listens on all addresses of this machine, on a port, or one that the kernel chooses."""
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=2048, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=2048)
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=2048, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=2048)
 
 
 def outward_addresses() -> list[InterfaceAddress]:

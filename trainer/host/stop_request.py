@@ -47,9 +47,9 @@ STOP_SIGNALS = (*SAVE_SIGNALS, NOW_SIGNAL, *STOP_REASONS)
 
 
 @contextmanager
-def save_signals_blocked() -> Iterator[None]:
-    """Block SAVE_SIGNALS while the body runs; a process that is forked in it inherits that and never dies of one."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SAVE_SIGNALS)
+def signals_blocked(signals: Collection[int]) -> Iterator[None]:
+    """Block signals while the body runs: they stay pending, also in a process that is started in it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:

@@ -65,6 +65,10 @@ class Classifier(Task):
         listed = ", ".join(f"{label} {weight:.4g}" for label, weight in zip(labels[:10], weights, strict=False))
         self._weights_note = f"class weights: {listed}{', …' if len(labels) > 10 else ''}"
 
+    def parameter_groups(self, model: nn.Module) -> Sequence[Mapping[str, Any]]:
+        """Return the output layer, which Muon does not train."""
+        return [{"params": [p for name, p in model.named_parameters() if name.startswith("output.")], "muon": False}]
+
     def class_loss(
         self, model: nn.Module, logits: Tensor, classes: Tensor
     ) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:

@@ -148,10 +148,6 @@ class DocNNTask(Classifier):
     def model(self) -> nn.Module:
         return DocNN(self.options, words=self._vocabulary.size, classes=len(self._vocabulary.labels))
 
-    def parameter_groups(self, model: nn.Module) -> Sequence[Mapping[str, Any]]:
-        """Return the output layer, which Muon does not train."""
-        return [{"params": [p for name, p in model.named_parameters() if name.startswith("output.")], "muon": False}]
-
     def sparse_parameters(self, model: nn.Module) -> Sequence[nn.Parameter]:
         """Return the embedding: a batch has a few hundred of its thousands of words."""
         return [parameter for name, parameter in model.named_parameters() if name == "embedding.weight"]

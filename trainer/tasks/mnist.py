@@ -100,10 +100,6 @@ class MnistTask(Classifier):
         images, digits = batch
         return self.class_loss(model, model(images), digits)
 
-    def parameter_groups(self, model: nn.Module) -> Sequence[Mapping[str, Any]]:
-        """Return the output layer, which Muon does not train."""
-        return [{"params": [p for name, p in model.named_parameters() if name.startswith("output.")], "muon": False}]
-
     def read_inputs(self, path: Path) -> Iterable[Mapping[str, Any]] | None:
         """Return the images of an IDX file as ``pixels``; None for another file, whose lines are JSON."""
         if "idx3-ubyte" not in path.name:

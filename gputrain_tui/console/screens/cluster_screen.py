@@ -31,7 +31,8 @@ from gputrain_tui.history.run_folders import Run, list_runs
 from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
 from gputrain_tui.hosts.inventory import Inventory, take_inventory
 from gputrain_tui.hosts.local_facts import local_facts
-from gputrain_tui.hosts.survey import MAX_PARALLEL_HOSTS, HostReport, HostSurvey
+from gputrain_tui.hosts.ssh import MAX_PARALLEL_HOSTS
+from gputrain_tui.hosts.survey import HostReport, HostSurvey
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.recipe.model import Node
 from trainer.contract.errors import RequestError

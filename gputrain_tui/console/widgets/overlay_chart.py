@@ -22,7 +22,6 @@ from gputrain_tui.console.widgets.curve_drawing import (
     plot_limits,
 )
 from gputrain_tui.console.widgets.drawing import (
-    EMPTY,
     Row,
     centred_text,
     fit_row,
@@ -31,7 +30,7 @@ from gputrain_tui.console.widgets.drawing import (
     pad,
     title_row,
 )
-from gputrain_tui.headless.number_text import loss_text, number
+from gputrain_tui.headless.number_text import loss_text, number, percent
 from gputrain_tui.history.comparison import CurveHistory, Measure, resampled
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader
@@ -143,10 +142,9 @@ def legend(lines: Sequence[OverlayLine], width: int) -> list[Row]:
         ]
         if is_wide:
             value, unit = line.rate
-            rate = EMPTY if value is None else number(value)
-            waited = EMPTY if line.sync_share is None else f"{line.sync_share:.1%}"
-            row += [(best.ljust(best_cells), "dim")]
-            row += [(unit.rjust(11), "dim"), (rate.rjust(10), "bright"), ("  sync", "dim"), (waited.rjust(8), "bright")]
+            waited = percent(line.sync_share).rjust(8)
+            row += [(best.ljust(best_cells), "dim"), (unit.rjust(11), "dim"), (number(value).rjust(10), "bright")]
+            row += [("  sync", "dim"), (waited, "bright")]
         rows.append(fit_row(row, width))
     return rows
 

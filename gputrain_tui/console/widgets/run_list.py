@@ -47,7 +47,8 @@ def _loss(value: float, width: int) -> str:
 
 
 def _count(value: int, width: int) -> str:
-    return f"{value:,}"
+    text = f"{value:,}"
+    return text if len(text) <= width else format_short(value, width)
 
 
 def _date(seconds: float, width: int) -> str:
@@ -66,7 +67,7 @@ COLUMNS: tuple[Column[Entry], ...] = (
     number_column("valid", 7, 4, _value("valid"), form=_loss),
     text_column(BEST, 24, 6, best_cell, form=lambda value, width: crop(printable(value), width)),
     number_column("lr", 8, 7, _value("lr"), form=lambda value, width: f"{value:.3g}", role="dim"),
-    number_column("tokens", 8, 8, _value("tokens"), form=lambda value, width: format_short(value).strip(), role="dim"),
+    number_column("tokens", 8, 8, _value("tokens"), form=_count, role="dim"),
     number_column("took", 9, 2, _value("took"), form=lambda value, width: duration(value)),
     text_column("started", 16, 5, _value("started"), form=_date, role="dim"),
     text_column("tags", 16, 6, _value("tags")),

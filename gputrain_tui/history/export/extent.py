@@ -8,6 +8,7 @@ from gputrain_tui.history.export.steps import GOING, MAX_GAPS, RankExtent
 from gputrain_tui.history.record_tail import last_step
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.state.counted_anew import counts_anew
+from gputrain_tui.tables import counted
 
 MAX_LINES = 8
 """Maximum number of lines about ranks; a thousand of them would scroll everything else away."""
@@ -18,7 +19,9 @@ def summary(extents: Sequence[RankExtent]) -> str:
     whole = [extent for extent in extents if extent.steps]
     first = min(extent.first or 0 for extent in whole)
     last = max(extent.last or 0 for extent in whole)
-    text = f"{_count(sum(extent.steps for extent in whole), 'step')} of {_count(len(whole), 'rank')}, {first} to {last}"
+    text = (
+        f"{counted(sum(extent.steps for extent in whole), 'step')} of {counted(len(whole), 'rank')}, {first} to {last}"
+    )
     if counts_anew((each.beginnings for each in whole), is_task=any(each.is_task for each in whole)):
         return f"{text} in its last start; each start of the script counts from 1 and is an attempt of its own"
     attempts = max(extent.attempts for extent in whole)
@@ -57,16 +60,12 @@ def _of_rank(extent: RankExtent, last: int | None) -> Iterator[str]:
     if extent.missing:
         named = ", ".join(f"{first} to {end}" if end > first else str(first) for first, end in extent.gaps)
         more = ", …" if len(extent.gaps) == MAX_GAPS else ""
-        yield f"{name}: {_count(extent.missing, 'step')} in between are not in the record: {named}{more}"
+        yield f"{name}: {counted(extent.missing, 'step')} in between are not in the record: {named}{more}"
     if extent.unreadable_lines:
-        yield f"{name}: {_count(extent.unreadable_lines, 'unreadable line')} of its record left out"
+        yield f"{name}: {counted(extent.unreadable_lines, 'unreadable line')} of its record left out"
     if extent.is_cut:
         yield f"{name}: its record cannot be read any further"
     if extent.lost_events:
-        yield f"{name}: {_count(extent.lost_events, 'event')} could not be written to disk"
+        yield f"{name}: {counted(extent.lost_events, 'event')} could not be written to disk"
     if extent.only_means:
-        yield f"{name}: the record has only means of {_count(extent.only_means, 'step')}, which are repeated"
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+        yield f"{name}: the record has only means of {counted(extent.only_means, 'step')}, which are repeated"

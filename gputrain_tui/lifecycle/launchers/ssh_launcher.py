@@ -13,7 +13,7 @@ import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -144,30 +144,25 @@ class SshLauncher(Launcher):
         deadline = time.monotonic() + wait_s
         local = local_facts([node.host for node in plan.nodes])
         for host in dict.fromkeys(node.host for node in plan.nodes if not is_local(node.host, local)):
-            pause_s = 1.0
-            while True:
+            for _ in _tries(deadline, stop_request):
                 try:
                     with Ssh().shared_channel(host) as channel:
                         channel.call("clock", CLOCK, HELLO_S)
+                    silent.pop(host, None)
                     break
                 except HostError as error:
-                    if stop_request.reason is not None or time.monotonic() >= deadline:
-                        silent[host] = f"{host} did not answer within {wait_s:g} s: {error}"
-                        break
-                    stop_request.wait(min(pause_s * random.uniform(1.0, 1.5), max(deadline - time.monotonic(), 0.0)))
-                    pause_s = min(2 * pause_s, 30.0)
+                    silent[host] = f"{host} did not answer within {wait_s:g} s: {error}"
         return silent
 
     def await_network(self, plan: Plan, *, wait_s: float, stop_request: StopRequest) -> str:
         from gputrain_tui.diagnosis.cut_network import describe_cut  # imported only for a restart
 
-        pause_s, deadline = 1.0, time.monotonic() + wait_s
-        while cut := describe_cut(self.probe_network(plan)):
-            if stop_request.reason is not None or time.monotonic() >= deadline:
-                return f"after {wait_s:g} s still {cut}"
-            stop_request.wait(min(pause_s * random.uniform(1.0, 1.5), max(deadline - time.monotonic(), 0.0)))
-            pause_s = min(2 * pause_s, 30.0)
-        return ""
+        cut = ""
+        for _ in _tries(time.monotonic() + wait_s, stop_request):
+            cut = describe_cut(self.probe_network(plan))
+            if not cut:
+                return ""
+        return f"after {wait_s:g} s still {cut}"
 
     def request_stacks(self, running: Iterable[NodeProcess], request: str) -> None:
         """Pass on a request for the stacks of all ranks."""
@@ -182,6 +177,16 @@ class SshLauncher(Launcher):
         if not folders:  # started as a local process, or not at all
             return self._local.adopt(node, run_dir, identity, leased=leased)
         return SshProcess(node, run_dir, folders[-1].name, start=False, leased=leased)
+
+
+def _tries(deadline: float, stop_request: StopRequest) -> Iterator[None]:
+    """Yield for each try until the deadline or a stop request, at least once, with growing pauses between them."""
+    pause_s = 1.0
+    yield
+    while stop_request.reason is None and (left_s := deadline - time.monotonic()) > 0:
+        stop_request.wait(min(pause_s * random.uniform(1.0, 1.5), left_s))
+        pause_s = min(2 * pause_s, 30.0)
+        yield
 
 
 class SshProcess(NodeProcess):

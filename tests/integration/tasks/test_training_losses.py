@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,6 @@ from trainer.tasks.mnist import MnistTask
 SMOOTHING = 0.1
 WEIGHTS = [0.5, 3.0]
 GROUP = {"optimizer": "sgd", "lr": (0.5,), "shuffle": False, "max_epochs": 2, "save": False}
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Gang]:
-    gang = Gang(2)
-    yield gang
-    gang.close()
 
 
 def sentences(folder: Path) -> str:

@@ -45,7 +45,7 @@ def run_script(assignment: RankAssignment) -> int:
         assignment.rank,
         on_begin=lambda: assignment.report(RankReport(trains=True)),
     )
-    _finish_before_exit()
+    before_os_exit(lambda status: finish(failed=status != 0), EXIT_S)
     return script.run_script(
         assignment,
         at_start=lambda: _follow_started(assignment),
@@ -132,18 +132,21 @@ def collective_meter() -> CollectiveMeter:
     return _watched
 
 
-def _finish_before_exit() -> None:
-    """Patch ``os._exit`` to call ``finish`` first, in this process only: scripts use it to leave a hanging group."""
+def before_os_exit(act: Callable[[int], object], within_s: float) -> None:
+    """Patch ``os._exit`` to call ``act`` with the status first, in this process only, for at most ``within_s``.
+
+    Scripts use it to leave a hanging group.
+    """
     leave, pid = os._exit, os.getpid()
 
     @functools.wraps(leave)
     def _exit(status: int) -> None:
-        if os.getpid() == pid and _recording is not None:
+        if os.getpid() == pid:
             # In a thread: a signal handler may have interrupted code that holds the record's lock.
             with contextlib.suppress(RuntimeError):
-                thread = threading.Thread(target=finish, args=(status != 0,), daemon=True)
+                thread = threading.Thread(target=act, args=(status,), daemon=True)
                 thread.start()
-                thread.join(EXIT_S)
+                thread.join(within_s)
         leave(status)
 
     os._exit = _exit  # type: ignore[assignment]

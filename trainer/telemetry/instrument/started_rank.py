@@ -168,7 +168,7 @@ class _End:
         self._excepthook(kind, error, trace)
 
     def _patch_exits(self) -> None:
-        leave, leave_at_once = sys.exit, os._exit
+        leave = sys.exit
 
         @functools.wraps(leave)
         def exit(status: Any = None, /) -> None:
@@ -177,19 +177,12 @@ class _End:
             self._error = sys.exception() or self._error
             leave(status)
 
-        @functools.wraps(leave_at_once)
-        def _exit(status: int) -> None:
-            if os.getpid() == self._pid:
-                self._code = status
-                # In a thread: a signal handler may have interrupted code that holds the record's lock.
-                with contextlib.suppress(RuntimeError):
-                    thread = threading.Thread(target=self._record, daemon=True)
-                    thread.start()
-                    thread.join(EXIT_S)
-            leave_at_once(status)
+        def record_at_once(status: int) -> None:
+            self._code = status
+            self._record()
 
         sys.exit = exit  # type: ignore[assignment]
-        os._exit = _exit  # type: ignore[assignment]
+        instrument.before_os_exit(record_at_once, EXIT_S)
 
     def _record(self) -> None:
         with self._lock:
