@@ -547,12 +547,26 @@ def pipeline(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
     return [stage], losses
 
 
+def accumulating_without_wrapper(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """Three batches a step, of which the very first is there before anything of the training is seen."""
+    model = net()
+    optimizer = sgd(model)
+    next(iter(loader(rank, steps)))
+    for number, (batch,) in enumerate(loader(rank, 3 * steps), start=1):
+        model(batch).square().mean().div(3).backward()
+        if number % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [model], []
+
+
 @pytest.mark.parametrize(
     ("loop", "by_rank"),
     [
         (one_model_after_the_other, (STEPS * BATCH, STEPS * BATCH)),
         (embedding_before_the_model, (STEPS * BATCH, STEPS * BATCH)),
         (pipeline, (None, STEPS * BATCH)),
+        (accumulating_without_wrapper, (3 * STEPS * BATCH, 3 * STEPS * BATCH)),
     ],
 )
 def test_a_sample_counts_once_whatever_the_number_of_models(

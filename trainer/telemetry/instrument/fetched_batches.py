@@ -25,6 +25,8 @@ class FetchedBatches:
         """Samples and tokens of the step so far."""
         self.are_counted = False
         """Whether the size of any batch was added."""
+        self._first: BatchSize = (0, None)
+        """Size of the last batch before the training began, with which it begins; zero after the first step."""
         self._fetched: set[ref[Any]] = set()
         """Data iterators that have given a batch since the model was last trained."""
         self._trained: set[ref[Any]] = set()
@@ -42,7 +44,15 @@ class FetchedBatches:
         self._fetched.add(ref(iterator))
         if batch is not None:
             self.are_counted = True
-            self.size = plus(self.size, size_of(batch))
+            self.size = plus(plus(self.size, self._first), size_of(batch))
+            self._first = (0, None)
+
+    def await_training(self, batch: Any) -> None:
+        """Note a batch from before the training, which is the first one trained on if no other comes."""
+        self._first = size_of(batch)
+
+    def begin_step(self) -> None:
+        self.size = self._first = (0, None)
 
     def end(self, iterator: Any) -> bool:
         """Forget an iterator at its end; return whether its batches were an evaluation's."""

@@ -189,13 +189,18 @@ class Recording:
         """Note over which mesh dimensions FSDP2 shards the parameters, by the state of its root."""
         self._parallelism.note_sharding(state)
 
+    def register_comm_hook(
+        self, register: Callable[..., None], model: DistributedDataParallel, state: object, hook: CommHook
+    ) -> None:
+        """Register a comm hook of the script, as ``register`` would, with a measuring hook around it."""
+        self._models.register_comm_hook(register, model, state, hook, on=self.on)
+
     @guarded
     def end_forward(self, model: nn.Module, output: Any) -> None:
         tracker = self._tracker
         if tracker is None or tracker.open_phase != "forward" or self._in_backward or not is_training(model):
             return
-        # The loss may be computed next, which is the same phase.
-        tracker.mark("forward", then="forward")
+        tracker.mark("forward", then="forward")  # the loss may be computed next, which is the same phase
         tracker.forward_done = True
         self._output_place = newest_number(output)
         if isinstance(model, DistributedDataParallel):
@@ -365,10 +370,10 @@ class Recording:
 
     @guarded
     def begin_data(self, iterator: Any) -> bool:
-        """Return whether the wait for a batch of a DataLoader's iterator is measured."""
+        """Return whether the batch of a DataLoader's iterator may be trained on."""
         tracker = self._tracker
         if tracker is None:
-            return False
+            return torch.is_grad_enabled()
         if not torch.is_grad_enabled():
             tracker.mark_evaluation()
             return False
@@ -380,6 +385,7 @@ class Recording:
     @guarded
     def end_data(self, iterator: Any, batch: Any) -> None:
         if self._tracker is None:
+            self._batches.await_training(batch)
             return
         self._tracker.mark("data", then="other" if self._wrapped else "forward")
         self._batches.add(iterator, None if len(self._wrapped) == 1 else batch)
@@ -388,18 +394,11 @@ class Recording:
     @guarded
     def end_epoch(self, iterator: Any) -> None:
         if self._tracker is None:
+            self._batches.begin_step()
             return
         if self._batches.end(iterator):
             self._tracker.mark_evaluation()
         self._tracker.mark("other")
-
-    # ------------------------------------------------------------------------------------------ comm hooks
-
-    def register_comm_hook(
-        self, register: Callable[..., None], model: DistributedDataParallel, state: object, hook: CommHook
-    ) -> None:
-        """Register a comm hook of the script, as ``register`` would, with a measuring hook around it."""
-        self._models.register_comm_hook(register, model, state, hook, on=self.on)
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -446,5 +445,5 @@ class Recording:
         if len(self._called) == 1:
             self._called.clear()
         self._losses.clear()
-        self._batches.size = (0, None)
+        self._batches.begin_step()
         self._misses_calls = False
