@@ -368,6 +368,21 @@ def test_an_epoch_that_ends_where_an_evaluation_is_due_by_updates_has_one_evalua
     assert [event["step"] for event in done.events_of("validation")] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("updates", [13, 15], ids=["inside epoch 3", "at the end of epoch 3"])
+def test_the_validation_that_a_resumed_training_lacks_has_the_epoch_of_its_last_step(
+    tmp_path: Path, updates: int
+) -> None:
+    flags = ("--batch-size", 10, "--max-updates", updates)  # 50 samples
+    first = train(tmp_path / "first", *flags)
+    found = newest(tmp_path / "first" / "checkpoints")
+    assert found is not None
+    write_file(tmp_path / "stopped.pt", {**found[1], "validated_at": -1})
+    done = train(tmp_path / "second", *flags, "--resume", tmp_path / "stopped.pt")
+    (event,) = done.events_of("validation")
+    last = first.events_of("validation")[-1]
+    assert (event["step"], event["epoch"]) == (last["step"], last["epoch"]) == (updates, 3)
+
+
 def test_a_training_that_lacks_only_its_last_validation_gets_it_without_an_update(tmp_path: Path) -> None:
     flags = ("--batch-size", 10, "--max-updates", 3)
     assert train(tmp_path / "first", *flags).code == 0

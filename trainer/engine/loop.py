@@ -179,6 +179,8 @@ class Loop:
             parameters=sum(parameter.numel() for parameter in self.parameters),
             best=self.best,
         )
+        position = self.data.train.position
+        self.epoch = max(1, position.epoch - (not position.consumed))  # the end of an epoch is the start of the next
         self.ctx.set_state("training")
         self.model.train()
         self.meter.start()
