@@ -178,6 +178,8 @@ def test_training_ends_for_the_configured_reason(ended: Begun, reason: str) -> N
     done = ended[reason].result()
     assert done.code == 0, done.output
     assert f"finished: {reason}" in (done.run_dir / "logs" / "0.log").read_text()
+    early = [event["message"] for event in done.events_of("finding") if event["kind"] == "ended_early"]
+    assert early == ([] if reason.startswith("max_") else [f"finished: {reason}"])
 
 
 @pytest.mark.parametrize(
