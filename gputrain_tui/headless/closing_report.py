@@ -16,7 +16,7 @@ from gputrain_tui.state.job_queue import jobs_text
 from gputrain_tui.state.newest_metrics import validated_metrics
 from gputrain_tui.state.share_changes import change_text
 from gputrain_tui.tables import TableColumn, duration, on_ranks, printable, table, width as cells
-from trainer.contract.outcome import RESTARTED
+from trainer.contract.outcome import ENDED_EARLY, RESTARTED
 from trainer.contract.record import Failure
 
 MAX_TABLE_RANKS = 32
@@ -110,6 +110,8 @@ def result_lines(state: RunState, width: int) -> list[list[Piece]]:
     if state.counts_anew:
         text = "those of all its starts, each of which counts from 1"
         lines.append([("steps      ", "dim"), (text, "")])
+    ended = [each.message.removeprefix("finished: ") for each in state.past_findings if each.kind == ENDED_EARLY]
+    lines += [[("ended      ", "dim"), (printable(text), "")] for text in ended[-1:]]
     if (change := state.shares.newest) is not None:
         lines.append([("shares     ", "dim"), (change_text(change).removeprefix("shares "), "")])
     lines += [[("not seen   ", "dim"), (text, "dim")] for text in _unseen(state)]

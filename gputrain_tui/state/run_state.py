@@ -409,12 +409,11 @@ class RunState:
 
         Once the run has ended, it is the failure that the supervisor names: the last attempt may have had no rank.
         """
-        named = self.ended.message or "" if self.ended is not None and self.ended.status == "failed" else ""
-        recent = [failure for failure in self.failures if failure.message and named.startswith(failure.message)]
-        if recent:
-            recent = [max(recent, key=lambda failure: (len(failure.message), failure.time))]
-        else:
-            recent = [failure for failure in self.failures if failure.time >= self.attempt_began]
+        message = self.ended.message or "" if self.ended is not None and self.ended.status == "failed" else ""
+        named = [failure for failure in self.failures if failure.message and message.startswith(failure.message)]
+        longest = max((len(failure.message) for failure in named), default=0)  # others are the beginning of its text
+        named = sorted((each for each in named if len(each.message) == longest), key=lambda each: each.time)
+        recent = [each for each in named or self.failures if each.time >= self.attempt_began] or named[-1:]
         before, self.root_cause = self.root_cause, root_cause((int(f.time * 1e9), f) for f in recent)
         if self.root_cause is not before:
             self._update_outcomes()

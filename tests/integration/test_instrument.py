@@ -77,6 +77,64 @@ def accumulating(rank: int, steps: int, *, no_sync: bool) -> tuple[list[nn.Modul
     return [model], losses
 
 
+def leftovers(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """Epochs of seven batches, three for each step: the gradients of the seventh are set to zero, unused."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    losses: list[float] = []
+    for epoch in range(steps // 2):
+        optimizer.zero_grad()
+        loss = 0.0
+        for number, (batch,) in enumerate(loader(rank, 7, seed=epoch), start=1):
+            part = model(batch).square().mean() / 3
+            part.backward()
+            loss += part.item()
+            if number % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss)
+                loss = 0.0
+    return [model], losses
+
+
+def leftovers_that_are_fetched_first(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """The same without a wrapper, with gradients that are set to zero once the next epoch's first batch is there."""
+    model = net()
+    optimizer = sgd(model)
+    losses: list[float] = []
+    for epoch in range(steps // 2):
+        loss = 0.0
+        for number, (batch,) in enumerate(loader(rank, 7, seed=epoch)):
+            if number % 3 == 0:
+                model.zero_grad(set_to_none=False)
+                loss = 0.0
+            part = model(batch).square().mean() / 3
+            part.backward()
+            loss += part.item()
+            if number % 3 == 2:
+                optimizer.step()
+                losses.append(loss)
+    return [model], losses
+
+
+def leftovers_that_train(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """The gradients of an epoch's last batch stay, as part of the next epoch's first step."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    losses, loss = [], 0.0
+    for epoch in range(2):
+        for number, (batch,) in enumerate(loader(rank, 7, seed=epoch), start=1):
+            part = model(batch).square().mean() / 3
+            part.backward()
+            loss += part.item()
+            if number % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss)
+                loss = 0.0
+    return [model], losses
+
+
 def accumulating_without_sync(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
     return accumulating(rank, steps, no_sync=True)
 
@@ -547,12 +605,26 @@ def pipeline(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
     return [stage], losses
 
 
+def accumulating_without_wrapper(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """Three batches a step, of which the very first is there before anything of the training is seen."""
+    model = net()
+    optimizer = sgd(model)
+    next(iter(loader(rank, steps)))
+    for number, (batch,) in enumerate(loader(rank, 3 * steps), start=1):
+        model(batch).square().mean().div(3).backward()
+        if number % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [model], []
+
+
 @pytest.mark.parametrize(
     ("loop", "by_rank"),
     [
         (one_model_after_the_other, (STEPS * BATCH, STEPS * BATCH)),
         (embedding_before_the_model, (STEPS * BATCH, STEPS * BATCH)),
         (pipeline, (None, STEPS * BATCH)),
+        (accumulating_without_wrapper, (3 * STEPS * BATCH, 3 * STEPS * BATCH)),
     ],
 )
 def test_a_sample_counts_once_whatever_the_number_of_models(
@@ -562,6 +634,25 @@ def test_a_sample_counts_once_whatever_the_number_of_models(
     for rank, samples in enumerate(by_rank):
         recorded = [event.samples for event in _steps(tmp_path, rank)]
         assert (None if None in recorded else sum(filter(None, recorded))) == samples
+
+
+@pytest.mark.parametrize(
+    ("loop", "samples"),
+    [
+        (leftovers, [3 * BATCH] * STEPS),
+        (leftovers_that_are_fetched_first, [3 * BATCH] * STEPS),
+        (leftovers_that_train, [3 * BATCH, 3 * BATCH, 4 * BATCH, 3 * BATCH]),
+    ],
+)
+def test_a_batch_whose_gradients_are_set_to_zero_at_an_epochs_end_counts_to_no_step(
+    gang: Gang, tmp_path: Path, loop: Loop, samples: list[int]
+) -> None:
+    measured = gang.run(_run, str(tmp_path), loop, STEPS)
+    for rank, (_, losses, _) in enumerate(measured):
+        events = _steps(tmp_path, rank)
+        assert _losses(events) == pytest.approx(losses, rel=1e-5)
+        assert sum(event.samples for event in events) == sum(samples)
+        assert all(event.samples == samples[event.step - 1] for event in events if event.steps == 1)
 
 
 def generator_at_every_third_step(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:

@@ -178,6 +178,8 @@ def test_training_ends_for_the_configured_reason(ended: Begun, reason: str) -> N
     done = ended[reason].result()
     assert done.code == 0, done.output
     assert f"finished: {reason}" in (done.run_dir / "logs" / "0.log").read_text()
+    early = [event["message"] for event in done.events_of("finding") if event["kind"] == "ended_early"]
+    assert early == ([] if reason.startswith("max_") else [f"finished: {reason}"])
 
 
 @pytest.mark.parametrize(
@@ -366,6 +368,21 @@ def test_a_training_whose_last_checkpoint_cannot_be_written_fails_in_one_line(tm
 def test_an_epoch_that_ends_where_an_evaluation_is_due_by_updates_has_one_evaluation(tmp_path: Path) -> None:
     done = train(tmp_path, "--batch-size", 25, "--valid-every-updates", 1, "--max-epochs", 2)  # 50 samples
     assert [event["step"] for event in done.events_of("validation")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("updates", [13, 15], ids=["inside epoch 3", "at the end of epoch 3"])
+def test_the_validation_that_a_resumed_training_lacks_has_the_epoch_of_its_last_step(
+    tmp_path: Path, updates: int
+) -> None:
+    flags = ("--batch-size", 10, "--max-updates", updates)  # 50 samples
+    first = train(tmp_path / "first", *flags)
+    found = newest(tmp_path / "first" / "checkpoints")
+    assert found is not None
+    write_file(tmp_path / "stopped.pt", {**found[1], "validated_at": -1})
+    done = train(tmp_path / "second", *flags, "--resume", tmp_path / "stopped.pt")
+    (event,) = done.events_of("validation")
+    last = first.events_of("validation")[-1]
+    assert (event["step"], event["epoch"]) == (last["step"], last["epoch"]) == (updates, 3)
 
 
 def test_a_training_that_lacks_only_its_last_validation_gets_it_without_an_update(tmp_path: Path) -> None:

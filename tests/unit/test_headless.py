@@ -29,6 +29,7 @@ from gputrain_tui.history.summary import summarize
 from gputrain_tui.state import RunState
 from gputrain_tui.state.ended_attempts import is_left_standing
 from gputrain_tui.tables import ranks_text
+from trainer.contract.outcome import ENDED_EARLY
 from trainer.contract.record import (
     AnyEvent,
     Checkpoint,
@@ -197,6 +198,14 @@ def test_of_very_many_ranks_those_that_were_waited_for_are_listed() -> None:
     assert len(lines) == 34
     assert lines[1].split()[0] == "1"
     assert lines[-1] == "… and 68 ranks that were less late"
+
+
+def test_the_closing_lines_have_the_condition_that_ended_a_training_early() -> None:
+    state = trained()
+    state.apply(
+        Finding(time=8.0, kind=ENDED_EARLY, severity="info", message="finished: no lower loss in 3 validations")
+    )
+    assert "ended      no lower loss in 3 validations" in plain(closing_lines(state, 80)).splitlines()
 
 
 def test_the_closing_table_has_evaluation_desync_check_checkpoint_and_sample(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from gputrain_tui.state.checksums import OPEN_CHECKS
 from gputrain_tui.state.figures import run_figures
 from gputrain_tui.state.synchronisation import wire_ms
 from gputrain_tui.state.totals import PHASES, ZERO_TOTALS
+from trainer.contract.outcome import RESTARTED
 from trainer.contract.record import (
     AnyEvent,
     Checksum,
@@ -287,6 +288,15 @@ def test_the_root_cause_is_the_earliest_failure_that_is_no_consequence(order: tu
     ]
     state = fold(*(failures[index] for index in order), world_size=3)
     assert state.root_cause is failures[1]
+
+
+def test_of_ranks_that_fail_with_the_text_that_the_run_ends_with_the_first_is_the_cause() -> None:
+    first, second = (Failure(time=5.0 + rank, kind="non_finite", rank=rank, message="loss is NaN") for rank in (0, 1))
+    ended = RunEnded(time=9.0, status="failed", exit_code=1, message="loss is NaN; processes left: 7")
+    assert fold(second, first, ended).root_cause is first
+    later = Failure(time=8.0, kind="non_finite", rank=1, message="loss is NaN")
+    restarted = Finding(time=7.0, kind=RESTARTED, message="the ranks start again")
+    assert fold(first, second, restarted, later, ended).root_cause is later
 
 
 def test_a_lost_peer_is_the_cause_without_a_better_one() -> None:

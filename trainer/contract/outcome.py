@@ -21,6 +21,8 @@ from trainer.contract.record.regular_file import read_json
 
 NO_UPDATE_LEFT = "no_update_left"
 """Kind of the finding that a resumed training had already made all of its updates."""
+ENDED_EARLY = "ended_early"
+"""Kind of the finding that a training ended before its last step or epoch, and the condition that ended it."""
 SEED_ON_RESUME = "seed_on_resume"
 """Kind of the finding that a resumed training was given another seed, and the effect of that."""
 SETTINGS_ON_RESUME = "settings_on_resume"

@@ -15,14 +15,12 @@ from trainer.data.batches import EpochBatches
 from trainer.data.stream_batches import StreamBatches
 
 
-def end_reached(options: Training, *, epoch: int, updates: int, lr: float) -> str:
+def end_reached(options: Training, *, epoch: int, updates: int) -> str:
     """Return why training ends before the next update of ``epoch`` (from 1), or an empty string."""
     if options.max_updates and updates >= options.max_updates:
         return f"max_updates {options.max_updates} reached"
     if options.max_epochs and epoch > options.max_epochs:
         return f"max_epochs {options.max_epochs} reached"
-    if lr <= options.min_lr:
-        return f"the learning rate is not above min_lr {options.min_lr:g}"
     return ""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from trainer import distributed
 from trainer.contract.errors import NotKeptError, TrainingError
 from trainer.contract.options import Training
-from trainer.contract.outcome import describe_stop
+from trainer.contract.outcome import ENDED_EARLY, describe_stop
 from trainer.data.batches import Update
 from trainer.data.loader import mix_seed
 from trainer.data.seeds import seed_all
@@ -179,6 +179,8 @@ class Loop:
             parameters=sum(parameter.numel() for parameter in self.parameters),
             best=self.best,
         )
+        position = self.data.train.position
+        self.epoch = max(1, position.epoch - (not position.consumed))  # the end of an epoch is the start of the next
         self.ctx.set_state("training")
         self.model.train()
         self.meter.start()
@@ -300,9 +302,12 @@ class Loop:
         """Return why training makes no further update; empty if it makes one."""
         if self._time_is_up:
             return f"stop_time {self.options.stop_time:g} minutes reached"
-        return self.best.end_reason(self.options) or end_reached(
-            self.options, epoch=self.data.train.position.epoch, updates=self.updates, lr=self.schedule.lr
-        )
+        if reason := self.best.end_reason(self.options):
+            return reason
+        if reason := end_reached(self.options, epoch=self.data.train.position.epoch, updates=self.updates):
+            return reason
+        low = self.schedule.lr <= self.options.min_lr
+        return f"the learning rate is not above min_lr {self.options.min_lr:g}" if low else ""
 
     def _requests(self) -> LoopRequests:
         """Return this rank's requests; only those of rank 0 depend on the clock."""
@@ -374,7 +379,10 @@ class Loop:
             raise TrainingError(f"trained, but {difference}")
         if non_finite:
             raise NonFiniteError(f"trained, but the test is not finite: {non_finite}")
-        self.ctx.print_line(f"finished: {reason}")
+        if end_reached(self.options, epoch=self.data.train.position.epoch, updates=self.updates):
+            self.ctx.print_line(f"finished: {reason}")
+        else:
+            reports.finding(self.ctx, ENDED_EARLY, f"finished: {reason}", step=self.updates)
 
     # ------------------------------------------------------------------------------------------------ validation
 

@@ -96,6 +96,15 @@ class StepTracker:
         if model is not None:
             self.replicate(model)
 
+    @property
+    def size(self) -> tuple[int | None, int | None]:
+        """Samples and tokens of the step so far."""
+        return self.samples, self.tokens
+
+    @size.setter
+    def size(self, size: tuple[int | None, int | None]) -> None:
+        self.samples, self.tokens = size
+
     def replicate(self, model: nn.Module | None) -> None:
         """Record the checksums of this model, if all ranks should hold equal parameters; of no model if it is None."""
         if model is None or not _is_replicated(model):

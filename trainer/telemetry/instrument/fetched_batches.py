@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import ref
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainer.telemetry.step_tracker import tensors_of
 
@@ -25,6 +28,12 @@ class FetchedBatches:
         """Samples and tokens of the step so far."""
         self.are_counted = False
         """Whether the size of any batch was added."""
+        self._first: BatchSize = (0, None)
+        """Size of the last batch before the training began, with which it begins; zero after the first step."""
+        self._leftover: tuple[BatchSize, BatchSize] | None = None
+        """Size of the step so far, of the model's calls and of the batches, where an epoch ended within the step."""
+        self._drops_leftover = False
+        """Whether the gradients from before the epoch's end were set to zero."""
         self._fetched: set[ref[Any]] = set()
         """Data iterators that have given a batch since the model was last trained."""
         self._trained: set[ref[Any]] = set()
@@ -42,7 +51,35 @@ class FetchedBatches:
         self._fetched.add(ref(iterator))
         if batch is not None:
             self.are_counted = True
-            self.size = plus(self.size, size_of(batch))
+            self.size = plus(plus(self.size, self._first), size_of(batch))
+            self._first = (0, None)
+
+    def await_training(self, batch: Any) -> None:
+        """Note a batch from before the training, which is the first one trained on if no other comes."""
+        self._first = size_of(batch)
+
+    def begin_step(self) -> None:
+        self.size = self._first = (0, None)
+        self._leftover, self._drops_leftover = None, False
+
+    def end_epoch(self, called: BatchSize) -> None:
+        """End an epoch within a step: fewer passes were left than a step takes; ``called``: size of these calls."""
+        self._leftover = called, self.size
+
+    def set_to_zero(self, owner: nn.Module | Optimizer) -> None:
+        """Note that gradients are set to zero: those of the passes before the epoch's end train nothing then."""
+        if self._leftover is not None:
+            groups = [{"params": owner.parameters()}] if isinstance(owner, nn.Module) else owner.param_groups
+            self._drops_leftover |= any(each.grad is not None for group in groups for each in group["params"])
+
+    def drop_leftover(self, called: BatchSize) -> BatchSize | None:
+        """Begin a backward pass; return the size of the step's calls without what trains nothing, None if all does."""
+        leftover, drops = self._leftover, self._drops_leftover
+        self._leftover, self._drops_leftover = None, False
+        if leftover is None or not drops:
+            return None
+        self.size = _minus(self.size, leftover[1])
+        return _minus(called, leftover[0])
 
     def end(self, iterator: Any) -> bool:
         """Forget an iterator at its end; return whether its batches were an evaluation's."""
@@ -75,8 +112,19 @@ def size_of(batch: Any) -> BatchSize:
     return first.shape[0], first.numel() if whole else None
 
 
+def size_of_call(arguments: Sequence[Any], named: Mapping[str, Any]) -> BatchSize:
+    """Return the size of the arguments with which a model is called."""
+    first = arguments[0] if arguments and not named else None
+    return size_of(first if type(first) is Tensor else [named, arguments])
+
+
 def plus(one: BatchSize, other: BatchSize) -> BatchSize:
     """Return the sum of two sizes; tokens that are not known add nothing."""
     tokens = [size[1] for size in (one, other) if size[1] is not None]
     samples = None if one[0] is None or other[0] is None else one[0] + other[0]
     return samples, sum(tokens) if tokens else None
+
+
+def _minus(one: BatchSize, other: BatchSize) -> BatchSize:
+    samples = None if one[0] is None or other[0] is None else one[0] - other[0]
+    return samples, None if one[1] is None else one[1] - (other[1] or 0)

@@ -168,6 +168,15 @@ def _gradients(recording: Recording, original: Callable[..., Any]) -> Callable[.
     return wrapper
 
 
+def _zero_grad(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not is_compiling() and recording.on:
+            recording.zero_gradients(self)
+        original(self, *args, **kwargs)
+
+    return wrapper
+
+
 def _scaler_step(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         before = recording.optimizer_steps
@@ -263,6 +272,8 @@ PATCHES: tuple[tuple[str, str, Wrap], ...] = (
     (DDP, "DistributedDataParallel.register_comm_hook", _register_comm_hook),
     ("torch", "compile", _compile),
     ("torch.optim.optimizer", "Optimizer.__init__", _new_optimizer),
+    ("torch.optim.optimizer", "Optimizer.zero_grad", _zero_grad),
+    ("torch.nn", "Module.zero_grad", _zero_grad),
     ("torch.autograd", "backward", _backward),
     ("torch.utils.data.dataloader", "_BaseDataLoaderIter.__next__", _next),
     ("torch.amp.grad_scaler", "GradScaler.scale", _scale),

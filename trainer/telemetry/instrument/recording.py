@@ -18,7 +18,7 @@ from trainer.contract.record import EventWriter
 from trainer.telemetry.collectives.collective_meter import CollectiveMeter
 from trainer.telemetry.comm_hook import CommHook
 from trainer.telemetry.instrument.closures import with_closure
-from trainer.telemetry.instrument.fetched_batches import BatchSize, FetchedBatches, plus, size_of
+from trainer.telemetry.instrument.fetched_batches import BatchSize, FetchedBatches, plus, size_of_call
 from trainer.telemetry.instrument.followed_models import FollowedModels
 from trainer.telemetry.instrument.guarded import guarded
 from trainer.telemetry.instrument.model_parallel import ModelParallelism, is_trained, is_training, is_wrapped
@@ -132,17 +132,18 @@ class Recording:
 
     def fail(self, error: Exception) -> None:
         if self.on:
-            self.on = False
-            self._calls.stop()
-            self.collectives.close()
+            self._stop()
             print_line(f"this training is no longer measured: {type(error).__name__}: {error}")
 
     def _forget(self) -> None:
         """Measure nothing in a forked process, such as a data loading process."""
-        self.on = False
-        self.collectives.close()
+        self._stop()
         self._tracker = None
+
+    def _stop(self) -> None:
+        self.on = False
         self._calls.stop()
+        self.collectives.close()
 
     # ------------------------------------------------------------------------------------------ forward, backward
 
@@ -182,20 +183,25 @@ class Recording:
         tracker.epoch += self._batches.train()
         self._called.add(model)
         if len(self._called) == 1:
-            self._count(tracker, model, arguments, named)
+            tracker.size = plus(tracker.size, size_of_call(arguments, named))
 
     @guarded
     def note_sharding(self, state: Any) -> None:
         """Note over which mesh dimensions FSDP2 shards the parameters, by the state of its root."""
         self._parallelism.note_sharding(state)
 
+    def register_comm_hook(
+        self, register: Callable[..., None], model: DistributedDataParallel, state: object, hook: CommHook
+    ) -> None:
+        """Register a comm hook of the script, as ``register`` would, with a measuring hook around it."""
+        self._models.register_comm_hook(register, model, state, hook, on=self.on)
+
     @guarded
     def end_forward(self, model: nn.Module, output: Any) -> None:
         tracker = self._tracker
         if tracker is None or tracker.open_phase != "forward" or self._in_backward or not is_training(model):
             return
-        # The loss may be computed next, which is the same phase.
-        tracker.mark("forward", then="forward")
+        tracker.mark("forward", then="forward")  # the loss may be computed next, which is the same phase
         tracker.forward_done = True
         self._output_place = newest_number(output)
         if isinstance(model, DistributedDataParallel):
@@ -227,7 +233,7 @@ class Recording:
     def _end_bare(self, module: nn.Module, arguments: Sequence[Any], named: Mapping[str, Any], output: Any) -> None:
         self.end_forward(module, output)
         if self._tracker is not None and list(self._bare.values()).count(True) == 1:
-            self._count(self._tracker, module, arguments, named)
+            self._tracker.size = plus(self._tracker.size, size_of_call(arguments, named))
         else:
             self._misses_calls = True
 
@@ -235,14 +241,6 @@ class Recording:
     def begin_compiled(self, module: nn.Module) -> bool:
         """Begin the forward pass of a compiled module without a wrapper; return whether it is the awaited one."""
         return self._tracker is not None and not self._wrapped and self._calls.begins_with(module)
-
-    def _count(
-        self, tracker: StepTracker, model: nn.Module, arguments: Sequence[Any], named: Mapping[str, Any]
-    ) -> None:
-        """Count the samples with which the only outermost module is called."""
-        first = arguments[0] if arguments and not named else None
-        size = size_of(first if type(first) is Tensor else [named, arguments])
-        tracker.samples, tracker.tokens = plus((tracker.samples, tracker.tokens), size)
 
     @guarded
     def begin_backward(self, outputs: Any) -> bool:
@@ -261,6 +259,10 @@ class Recording:
         tracker.mark(phase, then="backward", trained=True)
         tracker.epoch += self._batches.train()
         self._in_backward = True
+        kept = self._batches.drop_leftover(tracker.size)
+        if kept is not None:
+            tracker.size = kept
+            self._losses.clear()
         scale = self._losses.add(output)
         if scale is not None:
             tracker.grad_scale = scale
@@ -304,6 +306,10 @@ class Recording:
         self._after_backward = False
 
     @guarded
+    def zero_gradients(self, owner: nn.Module | Optimizer) -> None:
+        self._batches.set_to_zero(owner)
+
+    @guarded
     def begin_optimizer(
         self, optimizer: Optimizer, arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -330,10 +336,8 @@ class Recording:
     @guarded
     def _end_closure(self) -> None:
         tracker, first = self._tracker, self._losses.end_closure()
-        if tracker is not None and first:
-            self._closure_size = tracker.samples, tracker.tokens
-        elif tracker is not None:
-            tracker.samples, tracker.tokens = self._closure_size
+        if tracker is not None:
+            self._closure_size = tracker.size = tracker.size if first else self._closure_size
 
     @guarded
     def end_optimizer(self, optimizer: Optimizer) -> None:
@@ -365,10 +369,10 @@ class Recording:
 
     @guarded
     def begin_data(self, iterator: Any) -> bool:
-        """Return whether the wait for a batch of a DataLoader's iterator is measured."""
+        """Return whether the batch of a DataLoader's iterator may be trained on."""
         tracker = self._tracker
         if tracker is None:
-            return False
+            return torch.is_grad_enabled()
         if not torch.is_grad_enabled():
             tracker.mark_evaluation()
             return False
@@ -380,6 +384,7 @@ class Recording:
     @guarded
     def end_data(self, iterator: Any, batch: Any) -> None:
         if self._tracker is None:
+            self._batches.await_training(batch)
             return
         self._tracker.mark("data", then="other" if self._wrapped else "forward")
         self._batches.add(iterator, None if len(self._wrapped) == 1 else batch)
@@ -388,18 +393,13 @@ class Recording:
     @guarded
     def end_epoch(self, iterator: Any) -> None:
         if self._tracker is None:
+            self._batches.begin_step()
             return
         if self._batches.end(iterator):
             self._tracker.mark_evaluation()
+        elif self._after_backward:
+            self._batches.end_epoch(self._tracker.size)
         self._tracker.mark("other")
-
-    # ------------------------------------------------------------------------------------------ comm hooks
-
-    def register_comm_hook(
-        self, register: Callable[..., None], model: DistributedDataParallel, state: object, hook: CommHook
-    ) -> None:
-        """Register a comm hook of the script, as ``register`` would, with a measuring hook around it."""
-        self._models.register_comm_hook(register, model, state, hook, on=self.on)
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -425,11 +425,11 @@ class Recording:
     def _end(self, tracker: StepTracker, optimizer: Optimizer) -> None:
         tracker.loss = self._losses.total(tracker.device)
         if len(self._wrapped) != 1 and (self._batches.are_counted if self._wrapped else self._batches.size[0]):
-            tracker.samples, tracker.tokens = self._batches.size
+            tracker.size = self._batches.size
         elif self._misses_calls or len(self._called) > 1:
-            tracker.samples = tracker.tokens = None
+            tracker.size = None, None
         if self._parallelism.repeats_batches(optimizer) or (tracker.loss is None and self.collectives.sends):
-            tracker.samples = tracker.tokens = None  # another rank counts them
+            tracker.size = None, None  # another rank counts them
         tracker.end(optimizer)
         self._steps_unseen = 0
         if self._is_unmeasured:
@@ -446,5 +446,5 @@ class Recording:
         if len(self._called) == 1:
             self._called.clear()
         self._losses.clear()
-        self._batches.size = (0, None)
+        self._batches.begin_step()
         self._misses_calls = False
