@@ -189,6 +189,7 @@ class _Lease:
         """Whether a leased run has no session for too long, or neither beats nor events of work came for ``idle_s``.
 
         Too long: ``LEASE_S`` if the launching side is gone, ``session_s`` if the connection broke: it is opened again.
+        While a disk stands still neither beats nor events can be written or read: that time does not count.
         """
         now = time.monotonic()
         heartbeat = read_object(self._heartbeat)
@@ -197,11 +198,15 @@ class _Lease:
         if "pid" not in self._last_heartbeat or is_alive(self._last_heartbeat):
             self._session_at = now
         worked = [self._has_work(path) for path in self._events]
-        if any(worked):
+        if any(worked) or _waits_for_disk(self._last_heartbeat):
             self._active_at = now
         lease_s = LEASE_S if self._last_heartbeat.get("gone") else self._session_s
         lease_ended = self._last_heartbeat["leased"] and now - self._session_at > lease_s
-        return lease_ended or now - self._active_at > self._idle_s
+        is_over = lease_ended or now - self._active_at > self._idle_s
+        read_s = time.monotonic() - now
+        self._active_at += read_s
+        self._session_at += read_s
+        return is_over
 
     def _has_work(self, path: Path) -> bool:
         """Whether a rank has recorded anything since the last call, but that it waits for others."""
@@ -235,6 +240,12 @@ def is_alive(process: Mapping[str, Any]) -> bool:
     stat = read_stat(process["pid"])
     same = stat is not None and stat.alive and stat.start_ticks == process["start_ticks"]
     return same and process["boot_id"] == boot_id()
+
+
+def _waits_for_disk(process: Mapping[str, Any]) -> bool:
+    """Whether a process given by its identity is in a system call that no signal ends, as one that writes to a disk."""
+    stat = read_stat(process.get("pid", 0))
+    return stat is not None and stat.state == "D" and stat.start_ticks == process["start_ticks"]
 
 
 def send_signals(process: Mapping[str, Any], *numbers: int) -> None:

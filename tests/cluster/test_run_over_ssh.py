@@ -733,6 +733,39 @@ class SmallDisk:
             path.unlink()
 
 
+@pytest.mark.slow
+def test_a_file_system_that_stands_still_for_longer_than_a_host_may_be_silent_ends_no_ranks(
+    cluster: SshCluster, tmp_path: Path
+) -> None:
+    if missing := [name for name in ("mkfs.ext4", "fsfreeze") if shutil.which(name) is None]:
+        pytest.skip(f"needs {' and '.join(missing)} (e2fsprogs, util-linux)")
+    disk, image = cluster.lab.disk / "standing", tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    subprocess.run(["mkfs.ext4", "-q", image], check=True)
+    cluster.use(["h1", "h2"], [1, 1])
+    cluster.write_torch_free("host_timeout = 5", steps=1500)
+    text = (cluster.lab.folder / "recipe.toml").read_text()
+    home = f'host = "h2"\nenv = {{ GPUTRAIN_HOME = "{disk}", PYTHONPATH = "{PYTHONPATH}" }}'
+    (cluster.lab.folder / "recipe.toml").write_text(text.replace('host = "h2"', home))
+    (cluster.lab.disk_of(cluster.h2) / disk.name).mkdir(exist_ok=True)
+    cluster.h2.run("mount", "-o", "loop", image, disk)
+    try:
+        command = cluster.start("run", "recipe.toml")
+        cluster.train(command)
+        cluster.h2.run("fsfreeze", "--freeze", disk)
+        try:
+            wait_until(lambda: cluster.findings("host_silent"), "h2 is silent", [command])
+            time.sleep(10)  # longer than its agent waits for a beat
+        finally:
+            cluster.h2.run("fsfreeze", "--unfreeze", disk)
+        output, _ = command.communicate(timeout=LIMIT_S)
+    finally:
+        cluster.h2.run("umount", "-l", disk)
+    assert command.returncode == 0, output
+    assert {last_recorded(cluster.record, rank) for rank in range(2)} == {1500}
+
+
 @pytest.mark.parametrize("room", ["none", pytest.param("again", marks=pytest.mark.slow)])
 def test_a_full_disk_of_another_host_is_told_while_the_run_goes_on_and_all_steps_are_counted(
     cluster: SshCluster, room: str
