@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gputrain_tui.state.step_losses import newest_loss
+from trainer.contract.outcome import ENDED_EARLY
 from trainer.contract.record import AnyEvent, Failure, Finding, RankState, RunDir, Step, Validation, decode_events
 from trainer.contract.record.regular_file import read_part, read_tail
 from trainer.contract.record.unrecorded import read_unrecorded
@@ -82,6 +83,12 @@ def last_test(run: RunDir) -> Validation | None:
     """Return the newest evaluation with a ``weights_step`` (a test or ``eval``) at the end of rank 0's record."""
     tests = [e for e in _tail(run.rank_events(0)) if isinstance(e, Validation) and e.weights_step is not None]
     return tests[-1] if tests else None
+
+
+def early_end(run: RunDir) -> str:
+    """Return the condition that ended a training early, by the end of rank 0's record; empty if none did."""
+    ends = [e.message for e in _tail(run.rank_events(0)) if isinstance(e, Finding) and e.kind == ENDED_EARLY]
+    return ends[-1] if ends else ""
 
 
 def standing_findings(run: RunDir) -> list[Finding]:

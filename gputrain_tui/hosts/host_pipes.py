@@ -14,9 +14,9 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 
-from gputrain_tui.tables import printable
+from gputrain_tui.tables import cut, printable
 
-MAX_LINE_CHARS = 160
+MAX_LINE_CELLS = 160
 """Limit of a quoted line of ssh or the host: it shares a table's row with other columns."""
 
 SSH_FAILED = 255
@@ -45,22 +45,17 @@ def explain_failure(host: str, code: int, stderr: str) -> str:
     lines = [" ".join(line.split()) for line in stderr.splitlines() if line.strip()]
     # ssh goes on without a shared connection whose process has ended.
     lines = [line for line in lines if not line.startswith("Control socket connect")]
-    last = _shortened(lines[-1]) if lines else ""
+    last = cut(printable(lines[-1]), MAX_LINE_CELLS) if lines else ""
     if code == SSH_FAILED:
         for pattern, reason in REASONS:
             if found := next((line for line in lines if re.search(pattern, line, re.IGNORECASE)), None):
-                return reason.format(host=printable(host), line=_shortened(found))
+                return reason.format(host=printable(host), line=cut(printable(found), MAX_LINE_CELLS))
         return last or "ssh failed without a message"
     if code == 127 or "python3: command not found" in stderr:
         return "there is no python3"
     if version := re.search(r"python3 is (3\.\d+|2\.\d+)", stderr):
         return OLD_PYTHON.format(version=version[1])
     return f"it failed: {last}" if last else f"it failed with exit code {code}"
-
-
-def _shortened(line: str) -> str:
-    line = printable(line)
-    return line if len(line) <= MAX_LINE_CHARS else line[: MAX_LINE_CHARS - 1] + "…"
 
 
 STDERR_BYTES = 1 << 16

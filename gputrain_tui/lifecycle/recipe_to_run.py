@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from gputrain_tui.history.record_tail import early_end
 from gputrain_tui.history.recorded_recipe import recorded_table
 from gputrain_tui.history.run_folders import Run, find, open_run
 from gputrain_tui.lifecycle.remote_nodes import remote_node
@@ -56,10 +57,15 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None) ->
     if run.state == "finished" and source is None and not overrides:
         with naming_the_folder_of(run):
             train = load_recipe(recipe_of(run)).train
-        limits = [name for name in ("max_updates", "max_epochs", "stop_time", "patience") if getattr(train, name)]
+        early = early_end(run.dir)
+        names: tuple[str, ...] = ("max_updates", "max_epochs", "stop_time", "patience")
+        if early:
+            names = tuple(name for name in ("stop_time", "min_lr") if name in early) or ("patience",)
+        limits = [name for name in names if getattr(train, name)]
         known = f" ({', '.join(f'{name} {getattr(train, name):g}' for name in limits)})" if limits else ""
+        change = "lower" if limits == ["min_lr"] else "raise"
         raise RequestError(
-            f"--resume {resume}: {run.id} has finished: nothing is left to train; to train further, raise the limit "
+            f"--resume {resume}: {run.id} has finished: nothing is left to train; to train further, {change} the limit "
             f"that ended it{known}, such as --set train.{limits[0] if limits else 'max_updates'}=N"
         )
     owner = run_named_by(run.dir, checkpoint)

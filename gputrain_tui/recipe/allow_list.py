@@ -76,8 +76,8 @@ def own_options() -> Mapping[str, Option]:
 
 @cache
 def own_words() -> frozenset[str]:
-    """Return the words of our own options: their choices, text defaults and the names of built-in tasks."""
-    words = {"auto", "all", "free", "none", "true", "false", "cpu", *BUILT_IN}
+    """Return the words of our own options, with our name, which is in each run's folder and in many messages."""
+    words = {"auto", "all", "free", "none", "true", "false", "cpu", "gputrain", *BUILT_IN}
     for option in own_options().values():
         defaults = option.default if isinstance(option.default, list | tuple) else [option.default]
         words.update(map(str, option.choices), option.spellings, (word for word in defaults if isinstance(word, str)))

@@ -140,10 +140,7 @@ def _name(source: Source) -> str:
 
 
 def _table(source: Source, name: str) -> dict[str, Any]:
-    value = source.data.get(name, {})
-    if not isinstance(value, dict):
-        raise RequestError(f"{source.where((name,))} is {quoted(value)}, but must be a table")
-    return value
+    return source.require((name,), source.data.get(name, {}), dict, "a table")
 
 
 def _check(schema: type[S], values: Mapping[str, Any], source: Source, *table: str | int) -> S:

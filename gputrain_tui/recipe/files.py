@@ -84,7 +84,9 @@ def recipe_name(path: Path) -> str | None:
     except (ValueError, RecursionError):
         # A recipe with a syntax error is listed; opening it shows the error.
         return path.stem if "[train]" in text else None
-    if not isinstance(data.get("train"), dict) or not set(data) <= set(TOP_LEVEL_KEYS):
+    train = data.get("train")
+    # One with a mistyped key is listed likewise.
+    if not isinstance(train, dict) or not (train.keys() & {"task", "script"} or data.keys() <= set(TOP_LEVEL_KEYS)):
         return None
     name = data.get("name")
     return name if isinstance(name, str) else path.stem

@@ -107,7 +107,7 @@ def is_pytext(data: Mapping[str, Any]) -> bool:
 def translate(source: Source) -> tuple[Source, tuple[str, ...]]:
     """Return the configuration as a recipe's values, and notes about keys without effect."""
     prefix: Key = ("config",) if "config" in source.data else ()
-    config = _require_table(source, prefix, source.data["config"] if prefix else source.data)
+    config = source.require(prefix, source.data["config"] if prefix else source.data, dict, "a table")
     if outside := [key for key in source.data if prefix and key != "config"]:
         raise RequestError(f"{source.where((outside[0],))} is outside of config, where PyText has all keys")
     made = _Values()
@@ -119,18 +119,19 @@ def translate(source: Source) -> tuple[Source, tuple[str, ...]]:
         if key == "task" and task_class is not None:
             _doc_classification(source, task_class, value[task_class], (*written, task_class), made)
         elif key in TOP_LEVEL_KEYS:
-            data[key] = value if key == "name" else dict(_require_table(source, written, value))
+            data[key] = value if key == "name" else dict(source.require(written, value, dict, "a table"))
             made.origins |= {inner: (*prefix, *inner) for inner in _paths(value, (key,))}
         elif key == "random_seed":
             made.set(("train", "seed"), value, written)
         elif key == "use_fp16":
-            made.set(("train", "precision"), "fp16" if _require_bool(source, written, value) else "fp32", written)
+            half = source.require(written, value, bool, "true or false")
+            made.set(("train", "precision"), "fp16" if half else "fp32", written)
         elif key in IGNORED_KEYS:
             notes.append(f"{source.where(written)} has no effect: {IGNORED_KEYS[key]}")
         elif key not in (WORLD_SIZE, CUDA) and value not in (None, False, "", [], {}):
             known = [*TOP_LEVEL_KEYS, *IGNORED_KEYS, WORLD_SIZE, CUDA, "random_seed"]
             raise RequestError(f"{source.where(written)} is not understood{nearest(key, known)}")
-    cuda = _require_bool(source, (*prefix, CUDA), config.get(CUDA, True))
+    cuda = source.require((*prefix, CUDA), config.get(CUDA, True), bool, "true or false")
     for key in (WORLD_SIZE, CUDA):
         made.origins[(key,)] = (*prefix, key)
     if "nodes" not in data.get("cluster", {}) and (task_class is not None or WORLD_SIZE in config or not cuda):
@@ -140,18 +141,6 @@ def translate(source: Source) -> tuple[Source, tuple[str, ...]]:
     for (table, name), value in made.values.items():
         data.setdefault(str(table), {})[name] = value
     return replace(source, data=data, origins=made.origins), tuple(notes)
-
-
-def _require_table(source: Source, written: Key, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise RequestError(f"{source.where(written)} is {quoted(value)}, but must be a table")
-    return value
-
-
-def _require_bool(source: Source, written: Key, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise RequestError(f"{source.where(written)} is {quoted(value)}, but must be true or false")
-    return value
 
 
 def share_ranks(config: Source, source: Source) -> tuple[Source, int | None]:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from trainer.contract.errors import RequestError, nearest, quoted
 
+T = TypeVar("T")
 Key = tuple[str | int, ...]
 """Path of a value: table names and list positions."""
 
@@ -82,6 +83,12 @@ class Source:
         known = (self.lines.get(written[:length]) for length in range(len(written), 0, -1))
         line = next((f"{line}:" for line in known if line is not None), "")
         return f"{self.name}:{line} {dotted(written)}"
+
+    def require(self, key: Key, value: Any, kind: type[T], what: str) -> T:
+        """Return the value of a key; raise RequestError where it is of another type, with ``what`` it must be."""
+        if not isinstance(value, kind):
+            raise RequestError(f"{self.where(key)} is {quoted(value)}, but must be {what}")
+        return value
 
 
 def read(source: str) -> Source:

@@ -41,6 +41,7 @@ class SshServer:
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
         key = self.folder / f"key_{name}"
+        key.unlink(missing_ok=True)  # of a test that runs again
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
         with (self.folder / "authorized_keys").open("a") as keys:
             keys.write(f'command="{path}" {key.with_suffix(".pub").read_text()}')

@@ -82,6 +82,13 @@ def test_a_secret_of_short_parts_is_hidden_as_a_whole(tmp_path: Path, given: str
     assert values.mask(b"with xiugcw/Z3mAcm") == b"with " + b"*" * 13
 
 
+def test_our_own_name_is_shown_though_the_folder_of_every_run_has_it(tmp_path: Path) -> None:
+    values = AllowList({}, tmp_path)
+    values.arguments(["--run-dir", "/home/someone/.local/state/gputrain/runs/20261129-120000-a"])
+    assert values.mask(b"stopped by `gputrain stop`") == b"stopped by `gputrain stop`"
+    assert b"someone" not in values.mask(b"/home/someone/.local/state/gputrain/runs/20261129-120000-a")
+
+
 @pytest.mark.parametrize("logs", [False, True], ids=["without logs", "with logs"])
 @pytest.mark.parametrize("alphabet", ALPHABETS)
 @pytest.mark.parametrize("form", FORMS)

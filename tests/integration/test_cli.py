@@ -15,6 +15,8 @@ from gputrain_tui.history.run_folders import Run, create
 from gputrain_tui.history.status_file import write_status
 from gputrain_tui.recipe.json_schema import recipe_schema
 from trainer.contract.errors import BROKEN_PIPE_CODE
+from trainer.contract.outcome import ENDED_EARLY
+from trainer.contract.record import Finding, encode_event
 from trainer.host.process_identity import identify
 
 ROOT = Path(__file__).parents[2]
@@ -179,6 +181,35 @@ def test_a_finished_run_is_not_resumed_without_anything_left_to_train(
     assert stderr.startswith(f"gputrain: --resume last: {run.id} has finished: nothing is left to train; ")
     assert stderr.endswith(" raise the limit that ended it (max_epochs 3), such as --set train.max_epochs=N\n")
     assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("condition", "advice"),
+    [
+        (
+            "no lower loss in 2 validations",
+            "raise the limit that ended it (patience 2), such as --set train.patience=N",
+        ),
+        ("stop_time 5 minutes reached", "raise the limit that ended it (stop_time 5), such as --set train.stop_time=N"),
+        (
+            "the learning rate is not above min_lr 0.0001",
+            "lower the limit that ended it (min_lr 0.0001), such as --set train.min_lr=N",
+        ),
+    ],
+)
+def test_a_run_that_ended_early_is_resumed_with_the_limit_that_ended_it(
+    run: Run, capsys: pytest.CaptureFixture[str], condition: str, advice: str
+) -> None:
+    (run.dir.checkpoints / "step_00000006.pt").write_bytes(b"")
+    write_status(run.dir, msgspec.structs.replace(run.status, status="finished", supervisor=None))
+    ended = Finding(time=1.0, kind=ENDED_EARLY, severity="info", message=f"finished: {condition}")
+    run.dir.rank_events(0).write_bytes(encode_event(ended) + b"\n")
+    run.dir.recipe.write_text(
+        '[[cluster.nodes]]\ncpu_ranks = 2\n[train]\ntask = "lm"\nmax_epochs = 3\npatience = 2\nstop_time = 5\n'
+        'min_lr = 0.0001\n[task]\ndata = "stdlib"\n'
+    )
+    assert cli.main(["run", "--resume", "last"]) == 2
+    assert capsys.readouterr().err.endswith(f"to train further, {advice}\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -223,6 +223,8 @@ def test_recipes_are_found_in_the_folder_and_in_ones_own(tmp_path: Path) -> None
     (tmp_path / "here" / "recipes" / "a.toml").write_text(DRAFT_TEXT)
     (tmp_path / "here" / "b.toml").write_text('[train]\ntask = "lm"\n')
     (tmp_path / "here" / "broken.toml").write_text("[train]\nlr = \n")
+    (tmp_path / "here" / "mistyped.toml").write_text('[train]\ntask = "lm"\n[tasks]\ndata = "stdlib"\n')
+    (tmp_path / "here" / "other.toml").write_text("[train]\nepochs = 3\n[model]\ndepth = 2\n")
     (tmp_path / "here" / "pyproject.toml").write_text('[project]\nname = "x"\n')
     (tmp_path / "own" / "recipes" / "c.toml").write_text(DRAFT_TEXT.replace("one", "mine"))
     found = recipe_files(tmp_path / "here", tmp_path / "own")
@@ -230,6 +232,7 @@ def test_recipes_are_found_in_the_folder_and_in_ones_own(tmp_path: Path) -> None
         ("recipes/", "one"),
         ("this folder", "b"),
         ("this folder", "broken"),
+        ("this folder", "mistyped"),
         ("yours", "mine"),
     ]
 

@@ -134,7 +134,8 @@ class BatchGradient:
         while at < micro.samples:
             if problem:
                 if most == 1:
-                    raise OutOfMemoryError(f"the memory of rank {self.ctx.rank} does not hold one sample: {problem}")
+                    message = f"the memory of rank {self.ctx.rank} does not hold one sample: {problem}"
+                    raise OutOfMemoryError(message, step=step)
                 most = max(most * 7 // 8, 1)
                 gc.collect()  # the error held the tensors of the pass
                 if torch.cuda.is_available():

@@ -13,14 +13,19 @@ from trainer.data.loader import MicroBatch, leaves, map_values
 
 
 class OutOfMemoryError(TrainingError):
-    """A rank ran out of memory; the message has the step and the shapes of the batch."""
+    """A rank ran out of memory in a ``step``, from 1; the message has it and the shapes of the batch."""
+
+    def __init__(self, message: str, *, step: int) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 def raise_out_of_memory(error: Exception, batch: Any, *, step: int) -> None:
     """Raise an ``OutOfMemoryError`` with the shapes of the batch if memory ran out; ignore another error."""
     if is_out_of_memory(error):
         first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise OutOfMemoryError(f"out of memory at step {step}, batch {shapes(batch)}: {first_line}") from error
+        message = f"out of memory at step {step}, batch {shapes(batch)}: {first_line}"
+        raise OutOfMemoryError(message, step=step) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -338,6 +338,7 @@ class _Rank:
         kind = _kind(error)
         explained = kind not in ("exception", "lost_peer", "out_of_memory")
         first_line = next((line for line in text_of(error).splitlines() if line.strip()), "")
+        step = error.step if isinstance(error, NonFiniteError | OutOfMemoryError) else None
         failure = failure_of(
             error,
             kind=kind,
@@ -345,7 +346,7 @@ class _Rank:
             message=printable(str(error)) if isinstance(error, RequestError) else first_line if explained else "",
             rank=self.assignment.rank,
             host=self.assignment.host,
-            step=error.step if isinstance(error, NonFiniteError) and error.step is not None else self.step(),
+            step=self.step() if step is None else step,
             defect=not explained,
         )
         if kind == "out_of_memory" and self.assignment.spec is not None:

@@ -69,10 +69,10 @@ class Classifier(Task):
         """Return the output layer, which Muon does not train."""
         return [{"params": [p for name, p in model.named_parameters() if name.startswith("output.")], "muon": False}]
 
-    def class_loss(
-        self, model: nn.Module, logits: Tensor, classes: Tensor
-    ) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:
-        """Return what ``loss`` returns for logits ``[N, C]``: with smoothing and weights, but plain in a validation."""
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:
+        """Return the loss of items and their classes ``[N]``: with smoothing and weights, but plain in a validation."""
+        items, classes = batch
+        logits = model(items)  # [N, C]
         if not model.training:
             return classification_loss(logits, classes)
         smoothing = self.options.label_smoothing

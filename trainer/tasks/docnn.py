@@ -161,10 +161,6 @@ class DocNNTask(Classifier):
         words = pad_sequence([words for words, _ in samples], batch_first=True, padding_value=PAD)
         return words, torch.tensor([label for _, label in samples])
 
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:
-        words, classes = batch
-        return self.class_loss(model, model(words), classes)
-
     def predict(self, model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Return the label of each ``text`` and the probability of every label."""
         texts = [torch.tensor(self._vocabulary.indices(_text_of(row)) or [PAD]) for row in rows]

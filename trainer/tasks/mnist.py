@@ -96,10 +96,6 @@ class MnistTask(Classifier):
             return samples
         return torch.stack([image for image, _ in samples]), torch.stack([digit for _, digit in samples])
 
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int, Mapping[str, Tensor]]:
-        images, digits = batch
-        return self.class_loss(model, model(images), digits)
-
     def read_inputs(self, path: Path) -> Iterable[Mapping[str, Any]] | None:
         """Return the images of an IDX file as ``pixels``; None for another file, whose lines are JSON."""
         if "idx3-ubyte" not in path.name:

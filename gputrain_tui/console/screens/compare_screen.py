@@ -52,9 +52,7 @@ class Differences(Listing[DifferingValues]):
         keys, cells = self._widths(width)
         row: Row = [(" ", "base"), (pad(crop_start(line.key, keys - 1), keys), "dim")]
         for value in line.values:
-            text = printable(value) or EMPTY
-            text = text if len(text) <= cells else text[: cells - 1] + "…"
-            row += [(text.ljust(cells), "bright"), ("  ", "base")]
+            row += [(pad(printable(value) or EMPTY, cells), "bright"), ("  ", "base")]
         return fit_row(row, width)
 
     def empty(self, width: int, height: int) -> list[Row]:
