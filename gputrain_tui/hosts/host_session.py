@@ -7,6 +7,7 @@ sent to the host.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -145,9 +146,14 @@ class Session:
 
     # --- calls --------------------------------------------------------------------------------------------------
 
-    def beat(self, _: Mapping[str, Any]) -> None:
-        with suppress(OSError):  # on a full disk the node goes on while its ranks make steps
+    def beat(self, _: Mapping[str, Any]) -> str:
+        """Record a beat; return why the run directory cannot be written, empty if it can or where ranks tell it."""
+        try:
             write_heartbeat(self.folder, leased=self._leased)
+        except OSError as error:  # the node goes on while its ranks make steps
+            told = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOENT)
+            return "" if told else error.strerror or "it refuses to be written"
+        return ""
 
     def end(self) -> None:
         """Tell the agent that the launching side is gone, unless the connection broke, and with it the ssh server."""

@@ -17,6 +17,9 @@ class NodeProcess(ABC):
     problem = ""
     """Why the connection to its host was opened again last, in one line."""
 
+    unwritable = ""
+    """Why the run directory of its host cannot be written, where its ranks cannot tell it; empty if it can."""
+
     def __init__(self, node: int, host: str, identity: ProcessIdentity | None) -> None:
         self.node = node
         """Index of the node in the plan."""

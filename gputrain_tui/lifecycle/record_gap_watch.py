@@ -8,9 +8,11 @@ from collections.abc import Iterable
 
 import msgspec
 
+from gputrain_tui.history.record_tail import last_step
+from gputrain_tui.lifecycle.node_process import NodeProcess
 from gputrain_tui.lifecycle.remote_nodes import remote_node
 from gputrain_tui.plan.planner import Plan
-from gputrain_tui.state.record_gaps import gap_finding, is_news
+from gputrain_tui.state.record_gaps import gap_finding, is_news, unwritable_finding
 from trainer.contract.record import Finding, RunDir
 from trainer.contract.record.unrecorded import read_unrecorded
 
@@ -49,6 +51,21 @@ class RecordGaps:
                 continue
             self._told[rank] = told
             self.findings[rank] = gap_finding(told, self._host(rank), self._first_of(self._node_of[rank], rank))
+            new.append(self.findings[rank])
+        return new
+
+    def check_hosts(self, running: Iterable[NodeProcess]) -> list[Finding]:
+        """Return new findings of hosts whose run directory cannot be written, so that their ranks can tell nothing."""
+        new = []
+        for process in running:
+            rank = min(rank for rank, node in self._node_of.items() if node == process.node)
+            before = self.findings.get(rank)
+            stands = before is not None and before.state == "raised"
+            if bool(process.unwritable) == stands or (stands and rank in self._told):
+                continue
+            newest = last_step(self._dir, rank)
+            step = 0 if newest is None else newest.step
+            self.findings[rank] = unwritable_finding(rank, process.host, process.unwritable, step)
             new.append(self.findings[rank])
         return new
 

@@ -173,6 +173,7 @@ class Supervisor:
                 self._directory.check()
                 self._launcher.request_stacks(nodes.running.values(), self._directory.stack_request)
                 self._follow_silence(nodes)
+                self._record(self._gaps.check_hosts(nodes.running.values()))
                 if nodes.stop_level and nodes.silent:
                     nodes.give_up_silent(self._diagnosis.host_timeout_s)
                 self._follow_report()

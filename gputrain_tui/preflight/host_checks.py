@@ -199,6 +199,8 @@ def _folder(answer: HostAnswer, folder: Folder, ranks: int) -> Iterator[CheckRes
     what = what or too_few_files(folder, ranks, "ranks need")
     if what:
         fix = f"ssh {shlex.quote(answer.host)} df -h {shlex.quote(folder.path)}"
+        if folder.problem:
+            fix = 'name another folder there by env = { GPUTRAIN_HOME = "FOLDER" } of the node'
         yield result("disk", what, fix, host=answer.host)
 
 

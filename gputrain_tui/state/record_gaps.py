@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Mapping
 
 import msgspec
@@ -17,6 +18,10 @@ RECORD_ADVICE = (
     "lost unless train.save_dir is on another disk, and figures of the run are of the recorded part"
 )
 HOST_ADVICE = "free space on that disk; steps and samples are counted, other figures are of the recorded part"
+UNWRITABLE_ADVICE = (
+    "no checkpoint is saved on that disk either: stop the run, and resume it with a folder on another one, by "
+    """--set 'cluster.env.GPUTRAIN_HOME="FOLDER"'"""
+)
 GROWTH = 1.1
 """Factor by which the missing steps must have grown to be recorded again while the gap lasts."""
 
@@ -57,6 +62,22 @@ def gap_finding(told: Finding, host: str, others: Finding | None = None) -> Find
         message=text,
         evidence={**told.evidence, "recorded_step": told.step or 0},
         advice="" if told.state == "cleared" else HOST_ADVICE if host else RECORD_ADVICE,
+    )
+
+
+def unwritable_finding(rank: int, host: str, error: str, step: int) -> Finding:
+    """Return the finding that the record of a host ends at a step by an error of its disk, or goes on without one."""
+    return Finding(
+        time=time.time(),
+        kind=RECORD_INCOMPLETE,
+        state="raised" if error else "cleared",
+        rank=rank,
+        host=host,
+        severity="warning",
+        cause=error or None,
+        message=f"{host}'s record ends at step {step}: {error}" if error else f"{host}'s record is written again",
+        evidence={"recorded_step": step},
+        advice=UNWRITABLE_ADVICE if error else "",
     )
 
 

@@ -97,8 +97,8 @@ class StepWatch:
     """Arrival time of the newest step."""
 
     def __init__(self) -> None:
-        self._step_time = 0.0
-        """Time of the newest step, by the clock of its rank."""
+        self._newest = (0.0, 0)
+        """Time of the newest step, by the clock of its rank, and the slowest rank's step: a clock may be set back."""
         self._arrived_at = 0.0
         self._began_at = 0.0
         """Arrival of an attempt after the first one that has no step yet; 0 while there is none."""
@@ -107,8 +107,9 @@ class StepWatch:
     def note(self, state: RunState, now: float, *, live: bool = True) -> None:
         """Record a new step as arrived ``now``, or at its own time in the record of an earlier time (not ``live``)."""
         self._record.note(state, now)
-        if state.step_time != self._step_time:
-            self._step_time = state.step_time
+        newest = state.step_time, state.step
+        if newest != self._newest:
+            self._newest = newest
             self._arrived_at = now if live else min(now, state.step_time)
         if state.step_time > state.attempt_began:
             self._began_at = 0.0
@@ -117,7 +118,7 @@ class StepWatch:
 
     def standstill(self, state: RunState, now: float) -> Standstill | None:
         """Return the standstill; None while steps arrive, before the first step and after the end."""
-        if state.ended is not None or not self._step_time:
+        if state.ended is not None or not state.step_time:
             return None
         if self._began_at:
             return Standstill(now - self._began_at, True, STARTS_AGAIN)

@@ -733,24 +733,32 @@ class SmallDisk:
             path.unlink()
 
 
-@pytest.mark.slow
-def test_a_file_system_that_stands_still_for_longer_than_a_host_may_be_silent_ends_no_ranks(
-    cluster: SshCluster, tmp_path: Path
-) -> None:
+@contextmanager
+def own_file_system(cluster: SshCluster, image: Path) -> Iterator[Path]:
+    """Keep the part of the record of h2 on a file system that only it has; write a recipe of h1 and h2."""
     if missing := [name for name in ("mkfs.ext4", "fsfreeze") if shutil.which(name) is None]:
         pytest.skip(f"needs {' and '.join(missing)} (e2fsprogs, util-linux)")
-    disk, image = cluster.lab.disk / "standing", tmp_path / "image"
+    disk, recipe_file = cluster.lab.disk / "own", cluster.lab.folder / "recipe.toml"
     with image.open("wb") as file:
         file.truncate(64 << 20)
     subprocess.run(["mkfs.ext4", "-q", image], check=True)
     cluster.use(["h1", "h2"], [1, 1])
     cluster.write_torch_free("host_timeout = 5", steps=1500)
-    text = (cluster.lab.folder / "recipe.toml").read_text()
-    home = f'host = "h2"\nenv = {{ GPUTRAIN_HOME = "{disk}", PYTHONPATH = "{PYTHONPATH}" }}'
-    (cluster.lab.folder / "recipe.toml").write_text(text.replace('host = "h2"', home))
+    env = f'host = "h2"\nenv = {{ GPUTRAIN_HOME = "{disk}", PYTHONPATH = "{PYTHONPATH}" }}'
+    recipe_file.write_text(recipe_file.read_text().replace('host = "h2"', env))
     (cluster.lab.disk_of(cluster.h2) / disk.name).mkdir(exist_ok=True)
     cluster.h2.run("mount", "-o", "loop", image, disk)
     try:
+        yield disk
+    finally:
+        cluster.h2.run("umount", "-l", disk)
+
+
+@pytest.mark.slow
+def test_a_file_system_that_stands_still_for_longer_than_a_host_may_be_silent_ends_no_ranks(
+    cluster: SshCluster, tmp_path: Path
+) -> None:
+    with own_file_system(cluster, tmp_path / "image") as disk:
         command = cluster.start("run", "recipe.toml")
         cluster.train(command)
         cluster.h2.run("fsfreeze", "--freeze", disk)
@@ -760,10 +768,31 @@ def test_a_file_system_that_stands_still_for_longer_than_a_host_may_be_silent_en
         finally:
             cluster.h2.run("fsfreeze", "--unfreeze", disk)
         output, _ = command.communicate(timeout=LIMIT_S)
-    finally:
-        cluster.h2.run("umount", "-l", disk)
     assert command.returncode == 0, output
     assert {last_recorded(cluster.record, rank) for rank in range(2)} == {1500}
+
+
+@pytest.mark.slow
+def test_a_disk_of_another_host_that_becomes_read_only_is_told_while_the_run_goes_on(
+    cluster: SshCluster, tmp_path: Path
+) -> None:
+    with own_file_system(cluster, tmp_path / "image") as disk:
+        script = TESTS / "faults" / "steps_script.py"
+        text = (cluster.lab.folder / "recipe.toml").read_text()
+        text = re.sub(r"script = .*\nargs = .*", f'script = "{script}"\nargs = ["100000"]', text)
+        (cluster.lab.folder / "recipe.toml").write_text(text)
+        command = cluster.start("run", "recipe.toml")
+        cluster.train(command)
+        cluster.h2.run("mount", "-o", "remount,abort", disk)
+        wait_until(lambda: cluster.findings("record_incomplete"), "the gap is told", [command])
+        assert cluster.run("stop", "last")[0] == 0
+        output, _ = command.communicate(timeout=LIMIT_S)
+    assert command.returncode == 130, output
+    told = r"^warning: h2's record ends at step \d+: Read-only file system; no checkpoint is saved on that disk"
+    assert re.search(told, output, re.MULTILINE), output
+    assert re.search(r"^stopped in .*; h2's record ends at step \d+: Read-only file system", output, re.MULTILINE), (
+        output
+    )
 
 
 @pytest.mark.parametrize("room", ["none", pytest.param("again", marks=pytest.mark.slow)])

@@ -231,6 +231,14 @@ OWN = {"own_file": "/w/own.py", "own_code": "0a"}
             "ssh h2 df -h '/big disk'",
         ),
         (
+            {"facts": {"folders": (Folder(path="/home/ada", problem="/home is not writable"),)}},
+            {},
+            "error",
+            "",
+            "/home is not writable",
+            'env = { GPUTRAIN_HOME = "FOLDER" } of the node',
+        ),
+        (
             {"facts": {"limits": ResourceLimits(processes=0, files=4096, memory_bytes=None)}},
             {},
             "error",

@@ -54,6 +54,18 @@ def test_a_host_whose_clock_is_behind_does_not_stand_still() -> None:
     assert watched(trained(0.1), 1.0, clock_ahead_s=3600.0) is None
 
 
+def test_a_run_whose_clocks_are_set_back_does_not_stand_still_while_it_makes_steps() -> None:
+    state, watch = trained(0.1), StepWatch()
+    watch.note(state, 2.0)
+    for rank in (0, 1):
+        state.apply(Step(time=-18_000.0, rank=rank, step=21, epoch=1, steps=1, samples=8, loss=2.0, step_ms=100.0))
+    watch.note(state, 40.0)
+    assert watch.standstill(state, 41.0) is None
+    still = watch.standstill(state, 45.0)
+    assert still is not None
+    assert still.text == "no step for 5 s"
+
+
 def test_of_a_record_of_the_past_its_own_times_count() -> None:
     still = watched(trained(0.1), 0.0, clock_ahead_s=38.0, live=False)
     assert still is not None

@@ -87,6 +87,7 @@ class _Started(msgspec.Struct):
 
 
 STARTED, EXIT_CODE, CLOCK = msgspec.json.Decoder(_Started), msgspec.json.Decoder(int), msgspec.json.Decoder(float)
+BEAT_ANSWER = msgspec.json.Decoder(str)
 PORT = msgspec.json.Decoder(Annotated[int, msgspec.Meta(ge=1, le=LAST_PORT)])
 """Created before any thread: msgspec crashes if several threads decode a type for the first time at once."""
 
@@ -300,7 +301,7 @@ class SshProcess(NodeProcess):
         """Serve one connection; return the node's exit code."""
         call, is_started, sent_level = channel.send("node", **request), False, StopLevel.NONE
         sent_request = self._stack_request
-        beat_at, hello_deadline = 0.0, time.monotonic() + HELLO_S
+        beat, beat_at, hello_deadline = 0, 0.0, time.monotonic() + HELLO_S
         self._unwritten.clear()
         for uncopied in self._uncopied.values():
             uncopied.clear()
@@ -321,9 +322,11 @@ class SshProcess(NodeProcess):
                 channel.send("stacks", request=sent_request)
             if is_started and now >= beat_at:
                 beat_at = now + BEAT_S
-                channel.send("beat")
+                beat = channel.send("beat")
             for arrived in channel.frames(BEAT_S / 2, self._wake_event):
                 self._heard_at = time.monotonic()
+                if arrived.call == beat:
+                    self.unwritable = decoded(arrived, BEAT_ANSWER)
                 if arrived.call != call:
                     continue
                 match arrived.kind:
