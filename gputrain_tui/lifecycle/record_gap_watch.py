@@ -31,6 +31,8 @@ class RecordGaps:
         """What was recorded last, as the rank told it."""
         self.findings: dict[int, Finding] = {}
         """The newest finding of each rank that had a gap."""
+        self._unwritable: dict[int, int] = {}
+        """First rank of each node whose run directory cannot be written, by node."""
         self.due = 0.0
         """Time of the next check, monotonic seconds."""
 
@@ -58,11 +60,15 @@ class RecordGaps:
         """Return new findings of hosts whose run directory cannot be written, so that their ranks can tell nothing."""
         new = []
         for process in running:
-            rank = min(rank for rank, node in self._node_of.items() if node == process.node)
-            before = self.findings.get(rank)
-            stands = before is not None and before.state == "raised"
-            if bool(process.unwritable) == stands or (stands and rank in self._told):
+            node, rank = process.node, self._unwritable.get(process.node)
+            if bool(process.unwritable) == (rank is not None):
                 continue
+            if rank is None:
+                rank = self._unwritable[node] = min(
+                    each for each, its_node in self._node_of.items() if its_node == node
+                )
+            else:
+                del self._unwritable[node]
             newest = last_step(self._dir, rank)
             step = 0 if newest is None else newest.step
             self.findings[rank] = unwritable_finding(rank, process.host, process.unwritable, step)
