@@ -79,7 +79,8 @@ class NextAttempt:
         self._status_writer.restarting(failure, *changes)
         self._clear_findings()
         self._status_writer.change_plan(plan)
-        return self._launcher.with_free_port(next_plan(plan, self._dir))
+        again = next_plan(plan, self._dir, restarts=self._status_writer.status.restarts)
+        return self._launcher.with_free_port(again)
 
     def _has_lost_port(self, plan: Plan, since: Mapping[str, int]) -> bool:
         """Whether an attempt failed because another program took the port that the launch had found free."""

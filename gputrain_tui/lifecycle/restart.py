@@ -69,16 +69,17 @@ def not_restarted(failure: Failure, why: str) -> Failure:
     return msgspec.structs.replace(failure, message=f"{failure.message}; {why}, so the run is not restarted")
 
 
-def next_plan(plan: Plan, run_dir: RunDir) -> Plan:
+def next_plan(plan: Plan, run_dir: RunDir, *, restarts: int) -> Plan:
     """Return the plan of the next attempt: a new init method, and ``--resume`` if there is a checkpoint.
 
-    Scripts get no ``--resume``: they load their checkpoints themselves.
+    Scripts get no ``--resume``: they load their checkpoints themselves, and see by torchrun's variable that it is one.
     """
     init_method = fresh_init_method(plan.init_method) if plan.init_method else None
     nodes = []
     for node in plan.nodes:
         arguments = with_flag(node.argv, INIT_FLAG, init_method) if init_method else node.argv
-        nodes.append(msgspec.structs.replace(node, argv=list(arguments)))
+        env = {**node.env, "TORCHELASTIC_RESTART_COUNT": str(restarts)} if SCRIPT_FLAG in arguments else node.env
+        nodes.append(msgspec.structs.replace(node, argv=list(arguments), env=env))
     return with_resume(msgspec.structs.replace(plan, nodes=nodes, init_method=init_method), run_dir)
 
 

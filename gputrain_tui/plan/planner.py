@@ -361,6 +361,8 @@ def _environment(
     env |= visible_devices(assigned)
     if recipe.script is not None and len(machines) > 1:
         env["GROUP_WORLD_SIZE"] = str(len(machines))  # as torchrun; a node cannot compute it where nodes are unequal
+    if recipe.script is not None and recipe.cluster.max_restarts:
+        env["TORCHELASTIC_MAX_RESTARTS"] = str(recipe.cluster.max_restarts)  # as torchrun
     return env
 
 

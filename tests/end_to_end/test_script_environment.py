@@ -93,6 +93,18 @@ def test_a_script_s_rank_has_the_variables_of_torchrun_name_by_name(tmp_path: Pa
         assert {name: values for name, values in unequal.items() if name not in DIFFERENT} == {}
 
 
+def test_a_script_sees_at_a_restart_that_it_is_one_and_how_many_there_may_be(tmp_path: Path) -> None:
+    path = recipe(tmp_path, 1, "ours")
+    (tmp_path / "show.py").write_text(
+        "import os\n"
+        "print(seen := [os.environ['TORCHELASTIC_' + name] for name in ('RESTART_COUNT', 'MAX_RESTARTS')])\n"
+        "assert seen == ['1', '2']\n"
+    )
+    call(tmp_path, "gputrain_tui", "run", path, "--set", "cluster.max_restarts=2")
+    (log,) = (tmp_path / "home" / "runs").glob("*/logs/0.log")
+    assert [line for line in log.read_text().splitlines() if line.startswith("[")] == ["['0', '2']", "['1', '2']"]
+
+
 def test_temporary_files_are_gone_afterwards_and_caches_are_where_python_has_them(tmp_path: Path) -> None:
     call(tmp_path, "gputrain_tui", "run", recipe(tmp_path, 1, "ours", "cache"))
     subprocess.run([sys.executable, "show.py", "theirs", "cache"], cwd=tmp_path, env=environment(tmp_path), check=True)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -351,3 +352,37 @@ def test_phases_loss_and_samples_of_a_loop_are_on_record_and_its_results_are_its
             assert (_mean(events, "other_ms") or 0.0) >= OWN_CODE_MS
         if loop in (compiled_without_loader, compiler_is_off):
             assert (_mean(events, "forward_ms") or 0.0) >= OWN_CODE_MS
+
+
+def pipelined(rank: int, steps: int, *, scales: bool) -> tuple[nn.Module, list[float]]:
+    """A pipeline of one stage: the mean of its four micro-batches' losses trains, or their sum."""
+    groups = [dist.new_group([member]) for member in range(2)]
+    model = nn.Linear(4, 1)
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=groups[rank])
+    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss, scale_grads=scales)
+    optimizer = sgd(model)
+    expected = []
+    for batch in batches(rank, steps):
+        losses: list[Tensor] = []
+        schedule.step(batch, target=batch.sum(1, keepdim=True), losses=losses)
+        expected.append(sum(loss.item() for loss in losses) / (len(losses) if scales else 1))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, expected
+
+
+def pipelined_with_a_mean(rank: int, steps: int) -> tuple[nn.Module, list[float]]:
+    return pipelined(rank, steps, scales=True)
+
+
+def pipelined_with_a_sum(rank: int, steps: int) -> tuple[nn.Module, list[float]]:
+    return pipelined(rank, steps, scales=False)
+
+
+@pytest.mark.parametrize("loop", [pipelined_with_a_mean, pipelined_with_a_sum])
+def test_the_loss_of_a_pipeline_of_torch_is_that_which_trains(gang: Gang, tmp_path: Path, loop: Loop) -> None:
+    measured, alone = gang.run(_run, str(tmp_path), loop, STEPS), gang.run(_run, None, loop, STEPS)
+    for rank, ((parameters, losses), (theirs, _)) in enumerate(zip(measured, alone, strict=True)):
+        assert all(torch.equal(one, other) for one, other in zip(parameters, theirs, strict=True))
+        events = _steps(tmp_path, rank)
+        assert [loss for event in events for loss in (event.losses or [event.loss])] == pytest.approx(losses, rel=1e-5)

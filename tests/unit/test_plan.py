@@ -577,7 +577,7 @@ def test_a_failed_script_is_started_again_at_a_new_port_and_finds_its_checkpoint
     run_dir.checkpoints.mkdir()
     (run_dir.checkpoints / "own.pt").touch()
     before = plan(build(SCRIPT, name="r.toml"), {}, local=HERE)
-    after = next_plan(before, run_dir)
+    after = next_plan(before, run_dir, restarts=1)
     assert after.init_method != before.init_method
     (old,), (new,) = before.nodes, after.nodes
     assert [word for word in new.argv if word not in old.argv] == [after.init_method]

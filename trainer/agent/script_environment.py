@@ -18,13 +18,15 @@ RANK_PID = "GPUTRAIN_RANK_PID"
 """Environment variable with the pid of the rank whose states and end ``trainer.agent.script`` records."""
 GROUP_WORLD_SIZE = "GROUP_WORLD_SIZE"
 """Environment variable of torchrun with the number of nodes; a plan with several nodes sets it."""
+RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
+"""Environment variables of torchrun with the number of restarts so far, and the most there may be; a plan sets them."""
 RANK_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", GROUP_WORLD_SIZE, "ROLE_RANK",
-    "ROLE_WORLD_SIZE", "ROLE_NAME", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "TORCHELASTIC_RUN_ID", RESTART_COUNT, MAX_RESTARTS,
 )  # fmt: skip
 """Environment variables of torchrun that only a rank has."""
 TORCHRUN_STORE_VARIABLES = (
-    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RUN_ID", RESTART_COUNT, MAX_RESTARTS, "TORCHELASTIC_USE_AGENT_STORE",
 )  # fmt: skip
 
 
@@ -86,8 +88,8 @@ def launcher_environment(
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": assignment.run_id or "none",  # as torchrun names a run without an id
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        RESTART_COUNT: environ.get(RESTART_COUNT, "0"),
+        MAX_RESTARTS: environ.get(MAX_RESTARTS, "0"),
         "TORCHELASTIC_USE_AGENT_STORE": None,
         **{name: environ[name] for name in kept if name in environ},
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),

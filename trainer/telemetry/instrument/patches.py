@@ -17,6 +17,7 @@ from typing import Any
 from torch.compiler import is_compiling
 
 from trainer.telemetry.collectives import interception
+from trainer.telemetry.instrument.guarded import guarded
 from trainer.telemetry.instrument.recording import Recording
 from trainer.telemetry.torch_compile import leave_uncompiled
 
@@ -168,6 +169,21 @@ def _gradients(recording: Recording, original: Callable[..., Any]) -> Callable[.
     return wrapper
 
 
+def _scale_grads(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Pipelines of torch: backward is called on the loss of each micro-batch, and the gradients divided afterwards."""
+
+    @guarded
+    def divide_losses(recording: Recording, divisor: float) -> None:
+        recording.losses.divide(divisor)
+
+    def wrapper(self: Any, grad_scale_factor: int) -> None:
+        original(self, grad_scale_factor)
+        if self.is_last:  # the stage that has the loss
+            divide_losses(recording, grad_scale_factor)
+
+    return wrapper
+
+
 def _zero_grad(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         if not is_compiling() and recording.on:
@@ -288,4 +304,5 @@ LATER_PATCHES: tuple[tuple[str, str, Wrap], ...] = (
     (FSDP1, "_post_forward", _flat_post_forward),
     (FSDP2, "FSDPState._root_pre_forward", _root_pre_forward),
     (FSDP2, "FSDPState._post_forward", _sharded_post_forward),
+    ("torch.distributed.pipelining.stage", "_PipelineStageBase.scale_grads", _scale_grads),
 )

@@ -83,7 +83,7 @@ class Recording:
         self._ends_after_backward: Optimizer | None = None
         """The optimizer that has stepped within the backward pass and ended the iteration."""
         self._backwards = 0
-        self._losses = StepLosses()
+        self.losses = StepLosses()
         self._closure_size: BatchSize = (0, None)
         """Samples and tokens of the step after the first call of an optimizer's closure."""
         self._batches = FetchedBatches()
@@ -105,7 +105,7 @@ class Recording:
                 if not failed and not other_thread:
                     tracker.check_last_step()
                 tracker.write_checksum()
-                tracker.report_unseen_loss(self._losses.unseen)
+                tracker.report_unseen_loss(self.losses.unseen)
                 tracker.meter.close(other_thread=other_thread)
             self._writer.close()
             return self._writer.write_error
@@ -262,8 +262,8 @@ class Recording:
         kept = self._batches.drop_leftover(tracker.size)
         if kept is not None:
             tracker.size = kept
-            self._losses.clear()
-        scale = self._losses.add(output)
+            self.losses.clear()
+        scale = self.losses.add(output)
         if scale is not None:
             tracker.grad_scale = scale
         return True
@@ -279,7 +279,7 @@ class Recording:
             if self._backwards == UNSEEN_AFTER and not self.optimizer_steps and not self._is_unmeasured:
                 self._report_unmeasured()
         else:
-            self._losses.remove_last()
+            self.losses.remove_last()
         self._tracker.mark("backward", then="optimizer")
         self._after_backward = self._stepping is None
         if self._ends_after_backward is not None:
@@ -293,7 +293,7 @@ class Recording:
 
     @guarded
     def scale(self, scaled: Any, loss: Any, scale: Any) -> None:
-        self._losses.scale(scaled, loss, scale)
+        self.losses.scale(scaled, loss, scale)
 
     # ------------------------------------------------------------------------------------------ optimizer
 
@@ -335,7 +335,7 @@ class Recording:
 
     @guarded
     def _end_closure(self) -> None:
-        tracker, first = self._tracker, self._losses.end_closure()
+        tracker, first = self._tracker, self.losses.end_closure()
         if tracker is not None:
             self._closure_size = tracker.size = tracker.size if first else self._closure_size
 
@@ -344,7 +344,7 @@ class Recording:
         if self._stepping is not optimizer:
             return
         self._stepping = None
-        self._losses.end_optimizer()
+        self.losses.end_optimizer()
         if self._tracker is None:
             return
         self._tracker.stepping = False
@@ -423,7 +423,7 @@ class Recording:
         return "other" if after_backward else tracker.open_phase
 
     def _end(self, tracker: StepTracker, optimizer: Optimizer) -> None:
-        tracker.loss = self._losses.total(tracker.device)
+        tracker.loss = self.losses.total(tracker.device)
         if len(self._wrapped) != 1 and (self._batches.are_counted if self._wrapped else self._batches.size[0]):
             tracker.size = self._batches.size
         elif self._misses_calls or len(self._called) > 1:
@@ -445,6 +445,6 @@ class Recording:
         self._backwards = 0
         if len(self._called) == 1:
             self._called.clear()
-        self._losses.clear()
+        self.losses.clear()
         self._batches.begin_step()
         self._misses_calls = False

@@ -63,6 +63,10 @@ class StepLosses:
         """Remove what the last backward pass added, because it failed."""
         del self._losses[self._before :]
 
+    def divide(self, divisor: float) -> None:
+        """Divide the losses so far, because their gradients were divided."""
+        self._losses = [loss if loss is None else loss / divisor for loss in self._losses]
+
     def end_closure(self) -> bool:
         """End a call of an optimizer's closure; return whether it was the first one of the step."""
         first = self._after_closure is None
