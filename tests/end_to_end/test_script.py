@@ -143,7 +143,8 @@ def test_an_odd_script_is_measured_to_its_last_step_unless_disabled(
     assert done.code == 0, done.stderr
     assert done.states(0) == ["training", "finished"]
     assert sum(event.steps for event in done.steps(0)) == steps
-    assert done.dir.rank_log(0).stat().st_size == 100_001_000
+    more_bytes = done.dir.rank_log(0).stat().st_size - 100_001_000
+    assert 0 <= more_bytes < 1000  # Python 3.12 and newer warn of a fork beside threads
 
 
 @pytest.mark.parametrize(
@@ -368,7 +369,8 @@ def test_the_failure_of_a_script_is_reported_and_its_peers_end(
 def test_the_traceback_is_the_scripts_own(tmp_path: Path) -> None:
     done = run(tmp_path, "def f():\n    raise ValueError('x')\nf()\n", ranks=1)
     path = tmp_path / "own" / "script.py"
-    assert done.log(0).splitlines() == [
+    lines = [line for line in done.log(0).splitlines() if line.strip(" ~^")]  # Python 3.13 points at more calls
+    assert lines == [
         "Traceback (most recent call last):",
         f'  File "{path}", line 3, in <module>',
         "    f()",
