@@ -15,7 +15,7 @@ def network_failure(failure: Failure, reach: Mapping[tuple[str, str], bool]) -> 
     cut = describe_cut(reach)
     if not cut or failure.kind not in SUSPECT_KINDS:
         return None
-    return Failure(time=failure.time, kind="network", step=failure.step, message=cut)
+    return Failure(time=failure.time, kind="network", step=failure.step, in_step=failure.in_step, message=cut)
 
 
 def describe_cut(reach: Mapping[tuple[str, str], bool]) -> str:

@@ -11,7 +11,15 @@ from gputrain_tui.headless.number_text import further_rates, loss_text, number, 
 from gputrain_tui.headless.progress import Piece, event_line, paint
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.figures import noise_text, run_throughput
-from gputrain_tui.state.finding_text import NO_LOSS, NO_STEPS, failure_words, is_cause, restarts_text, run_mark
+from gputrain_tui.state.finding_text import (
+    NO_LOSS,
+    NO_STEPS,
+    failure_step,
+    failure_words,
+    is_cause,
+    restarts_text,
+    run_mark,
+)
 from gputrain_tui.state.job_queue import jobs_text
 from gputrain_tui.state.newest_metrics import validated_metrics
 from gputrain_tui.state.share_changes import change_text
@@ -247,9 +255,8 @@ def failure_block(failure: Failure, log: Sequence[str], path: str) -> list[list[
     """Return lines with the failed rank, its error, and the last lines of its output, ``log`` of the file ``path``."""
     subject = f"rank {failure.rank}" if failure.rank is not None else "the run"
     where = f" on {failure.host}" if failure.host else ""
-    when = f" at step {failure.step}" if failure.step is not None else ""
     lines: list[list[Piece]] = [
-        [(f"{subject} failed{where}{when}: {failure_words(failure)}", "alarm")],
+        [(f"{subject} failed{where}{failure_step(failure)}: {failure_words(failure)}", "alarm")],
         [("  " + failure.message, "bold")],
     ]
     if log:

@@ -44,11 +44,15 @@ def cause(entry: Entry) -> str:
 
 
 def message_text(entry: Entry) -> str:
-    """Return the message of a run, after the rank and host that failed where it does not name the rank."""
-    message, rank, host = entry["message"] or "", entry["failed_rank"], entry["failed_host"]
+    """Return the message of a run, after the rank and host that failed where it does not name the rank, and the step.
+
+    The step in which it failed is one more than the run has done.
+    """
+    message, rank, host, step = entry["message"] or "", entry["failed_rank"], entry["failed_host"], entry["failed_step"]
     if rank is None or re.search(rf"\branks? {rank}\b", message):
         return message
-    return f"rank {rank}{f' on {host}' if host else ''}: {message}"
+    in_step = "" if step is None or re.search(rf"\bstep {step}\b", message) else f" in step {step:,}"
+    return f"rank {rank}{f' on {host}' if host else ''}{in_step}: {message}"
 
 
 def loss_cell(entry: Entry) -> str:

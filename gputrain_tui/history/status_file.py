@@ -81,6 +81,8 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     failed_rank: Rank | None = None
     """Rank whose failure the message is about; None where it is of a host or the run."""
     failed_host: str | None = None
+    failed_step: Count | None = None
+    """The step in which that rank failed, which is not done; None where it failed outside of one."""
     step: Count | None = None
     loss: FiniteFloat | None = None
     """Mean over the ranks at that step, in nats."""
@@ -240,6 +242,7 @@ def _ended(run: RunDir, status: Status, end: _RunEnd) -> Status:
         message=None if failure is None else failure.message,
         failed_rank=None if failure is None else failure.rank,
         failed_host=None if failure is None else failure.host,
+        failed_step=None if failure is None else failure.in_step,
         step=step,
         loss=loss,
     )

@@ -20,8 +20,8 @@ MAX_NAME_CHARS = 60
 SUMMARY_KEYS = (
     "id", "state", "recipe", "world_size", "step", "loss", "valid", "best_valid", "lr", "tokens",
     "steps_per_s", "samples_per_s", "tokens_per_s", "mfu", "noise_scale", "started", "ended", "duration_s",
-    "exit_code", "message", "failed_rank", "failed_host", "tested", "note", "tags", "run_dir", "metrics",
-    "shares", "finding", "findings", "loss_is_nan", "restarts", "jobs",
+    "exit_code", "message", "failed_rank", "failed_host", "failed_step", "tested", "note", "tags", "run_dir",
+    "metrics", "shares", "finding", "findings", "loss_is_nan", "restarts", "jobs",
 )  # fmt: skip
 """Keys of a summary, as ``gputrain runs --json`` prints them."""
 FINDING_KEYS = (
@@ -76,6 +76,7 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
         "message": status.message or lost_text(run.dir, status) or None,
         "failed_rank": status.failed_rank,
         "failed_host": status.failed_host,
+        "failed_step": status.failed_step,
         "tested": tested and {name: getattr(tested, name) for name in ("split", "weights_step", "loss", "metrics")},
         "note": notes.note or None,
         "tags": list(notes.tags),

@@ -63,7 +63,7 @@ class RunStatusWriter:
         status.supervisor = identify()
         # Set if a job was requeued.
         status.ended = status.elapsed_s = status.exit_code = status.message = None
-        status.failed_rank = status.failed_host = None
+        status.failed_rank = status.failed_host = status.failed_step = None
         status.findings = []
         status.lr = status.tokens = status.steps_per_s = status.samples_per_s = status.tokens_per_s = None
         status.mfu = status.noise_scale = None
@@ -192,6 +192,7 @@ class RunStatusWriter:
                 self.record(ended.failure)
             message, code = ended.failure.message, exit_code_of(ended.failure)
             self._status.failed_rank, self._status.failed_host = ended.failure.rank, ended.failure.host
+            self._status.failed_step = ended.failure.in_step
         message = "; ".join(filter(None, [message, self.missing_record])) or None
         if left:
             message = "; ".join(filter(None, [message, f"processes left: {', '.join(map(str, left))}"]))

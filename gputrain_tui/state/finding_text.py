@@ -103,11 +103,19 @@ def _few_ranks(ranks: Sequence[int]) -> str:
     return ranks_text(ranks, limit=3)
 
 
+def failure_step(failure: Failure) -> str:
+    """Return the step of a failure, such as `` in step 50``, which is not done, or `` after step 49``, which is."""
+    if failure.in_step is not None:
+        return f" in step {failure.in_step:,}"
+    if failure.step is None:
+        return ""
+    return f" after step {failure.step:,}" if failure.step else " before step 1"
+
+
 def failure_summary(failure: Failure) -> str:
     """Return a failure in a few words: rank, kind and step."""
     who = f"rank {failure.rank} " if failure.rank is not None else ""
-    at = f" at step {failure.step:,}" if failure.step is not None else ""
-    return who + failure_words(failure) + at
+    return who + failure_words(failure) + failure_step(failure)
 
 
 def is_cause(finding: Finding, failure: Failure | None) -> bool:

@@ -234,7 +234,7 @@ def test_selected_text_and_the_failure_reach_the_terminals_clipboard(terminal: T
     assert terminal.exit_code("gputrain attach", 1) == 0
     selected, failure = copied(raw)
     assert selected == "CUDA out of memory"
-    assert "rank 1 on localhost failed at step 40: out of memory" in failure
+    assert "rank 1 on localhost failed in step 41: out of memory" in failure
     assert "torch.OutOfMemoryError" in failure
     assert terminal.buffer() == failure, "tmux as it is by default takes none of that"
 

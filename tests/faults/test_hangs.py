@@ -178,7 +178,7 @@ def test_after_the_time_out_of_the_others_the_rank_that_hung_is_the_cause_and_it
     bench: Bench, where: str, ranks: int
 ) -> None:
     err = failed(bench, recipe(bench, where, ranks=ranks), "--set", "train.distributed_timeout=18")
-    assert re.search(r"^rank 1 failed on \S+( at step \d+)?: stalled$", err, re.MULTILINE)
+    assert re.search(r"^rank 1 failed on \S+( after step \d+)?: stalled$", err, re.MULTILINE)
     assert "rank 0 failed" not in err
     state, _ = read(bench.runs()[0])
     assert state.root_cause is not None

@@ -146,7 +146,7 @@ async def test_the_screen_of_a_run_that_was_deleted_says_so(home: Path) -> None:
         await press(pilot, "3")
         assert rows(app)[0].startswith(" × deleted   demo")
         assert "this run was deleted" in rows(app)[1]
-        assert not any("failed at step" in row for row in rows(app))
+        assert not any("failed in step" in row for row in rows(app))
         await press(pilot, "S")
         assert toasts(app)[-1] == f"{run.id} was deleted"
         await press(pilot, "K", "escape", "r", "e", "o", "f", "C")

@@ -160,7 +160,7 @@ async def test_selected_lines_of_a_log_stay_selected_while_more_come(folder: Pat
             failed,
             "c",
             "the failure",
-            ["rank 3 on node001 failed at step 60", "of memory. Tried", "torch.OutOf"],
+            ["rank 3 on node001 failed in step 61", "of memory. Tried", "torch.OutOf"],
         ),
         (straggler, "c", "the finding", ["warning: rank 5 on node000", "excess ms 20.10", "advice: "]),
         (straggler, "f y", "the finding", ["rank 5", "advice: "]),

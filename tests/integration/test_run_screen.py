@@ -316,13 +316,13 @@ async def test_a_run_that_ended_is_never_shown_as_going_on_while_its_record_is_r
             assert rows(app)[1].split() == ["step", "2,000", "loss", "1.2500"]
             for wrong in ("running", "training", "waiting", "Stop", "no findings", "nothing was found", "nothing to"):
                 assert wrong not in screen
-            assert ("failed at step" in screen, "launch" in screen) == (False, False)
+            assert ("failed in step" in screen, "launch" in screen) == (False, False)
             live.poll()
             portions += 1
         assert portions > 1
         await settle(pilot)
         assert "reading" not in rows(app)[0]
-        assert ("failed at step" in "\n".join(rows(app))) == (outcome == "failed")
+        assert ("failed in step" in "\n".join(rows(app))) == (outcome == "failed")
 
 
 def repaint(app: GputrainApp) -> None:

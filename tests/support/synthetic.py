@@ -174,11 +174,13 @@ def _ranks(
                                      bytes=8_400_000, write_ms=31.0))  # fmt: skip
         if rank == failed_rank:
             events.append(Failure(time=BEGIN + 4 + steps * 0.1 + 0.2, rank=rank, host=hosts[node], step=steps,
+                                  in_step=steps + 1,
                                   kind="out_of_memory", message="CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 "
                                   "has a total capacity of 79.10 GiB of which 1.31 GiB is free.",
                                   traceback="Traceback…\ntorch.OutOfMemoryError: CUDA out of memory"))  # fmt: skip
         elif failed_rank is not None:
             events.append(Failure(time=BEGIN + 4 + steps * 0.1 + 0.6, rank=rank, host=hosts[node], step=steps,
+                                  in_step=steps + 1,
                                   kind="lost_peer", message="Connection closed by peer [10.0.0.2]"))  # fmt: skip
         write(run.dir.rank_events(rank), *events)
         lines = [f"12:00:{step % 60:02}.316 INFO  step {step} loss {5 - step / 100:.3f}" for step in range(1, 30)]

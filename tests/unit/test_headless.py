@@ -495,9 +495,9 @@ def test_of_very_many_findings_the_first_are_listed() -> None:
 
 
 def test_a_failure_names_the_failed_rank_and_shows_its_log_tail() -> None:
-    failure = Failure(time=1.0, kind="out_of_memory", rank=3, host="node-b", step=7, message="tried to allocate 80 GiB")
+    failure = Failure(time=1.0, kind="out_of_memory", rank=3, host="b", in_step=7, message="tried to allocate 80 GiB")
     assert plain(failure_block(failure, ["loading", "boom"], "/r/logs/3.log")) == (
-        "rank 3 failed on node-b at step 7: out of memory\n"
+        "rank 3 failed on b in step 7: out of memory\n"
         "  tried to allocate 80 GiB\n"
         "  its last output, of /r/logs/3.log:\n"
         "  │ loading\n"

@@ -60,6 +60,8 @@ SIGKILL = "the process was ended by SIGKILL"
     ("values", "text"),
     [
         ({"message": SIGKILL, "failed_rank": 1, "failed_host": "fh2"}, f"rank 1 on fh2: {SIGKILL}"),
+        ({"message": "no label", "failed_rank": 1, "failed_step": 50}, "rank 1 in step 50: no label"),
+        ({"message": "NaN at step 50", "failed_rank": 1, "failed_step": 50}, "rank 1: NaN at step 50"),
         ({"message": SIGKILL, "failed_rank": 0, "restarts": 2}, f"after 2 restarts: rank 0: {SIGKILL}"),
         ({"message": "rank 1 hangs at a.py:2", "failed_rank": 1, "failed_host": "fh2"}, "rank 1 hangs at a.py:2"),
         ({"message": "rank 12 lost rank 1", "failed_rank": 2, "failed_host": "a"}, "rank 2 on a: rank 12 lost rank 1"),

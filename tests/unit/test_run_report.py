@@ -64,7 +64,7 @@ def finding(kind: str, at: float, **more: Any) -> Finding:
     return Finding(time=BEGIN + at, kind=kind, message=f"{kind} it is", step=int(at), **more)
 
 
-CRASH = Failure(time=BEGIN + 9, rank=1, host="a", kind="exception", message="ValueError: no", step=8)
+CRASH = Failure(time=BEGIN + 9, rank=1, host="a", kind="exception", message="ValueError: no", step=7, in_step=8)
 VERDICTS: dict[str, tuple[list[AnyEvent], str, str, str]] = {
     "computing": ([step(1)], "finished", "compute", "compute-bound: forward and backward take 80 % of a step of 12.5"),
     "data": ([step(1, data_ms=30.0)], "finished", "data", "input-bound: waiting for data and copying it takes 72 %"),
@@ -93,7 +93,7 @@ VERDICTS: dict[str, tuple[list[AnyEvent], str, str, str]] = {
     ),
     "what only informs": ([step(1), finding("imbalance", 5, severity="info")], "finished", "compute", "compute-bound"),
     "a failure before a finding": (
-        [step(1), finding("straggler", 5, rank=0), CRASH], "failed", "failure", "rank 1 exception at step 8",
+        [step(1), finding("straggler", 5, rank=0), CRASH], "failed", "failure", "rank 1 exception in step 8",
     ),
 }  # fmt: skip
 

@@ -69,9 +69,21 @@ def test_an_optimizer_step_is_called_a_step_in_what_is_documented(path: str) -> 
     ],
 )
 def test_a_failure_is_named_in_words_in_the_header_and_the_closing_report(kind: str, message: str, words: str) -> None:
-    failure = Failure(time=1.0, kind=kind, message=message, rank=1, step=40)
-    assert failure_summary(failure) == f"rank 1 {words} at step 40"
-    assert failure_block(failure, [], "")[0][0][0] == f"rank 1 failed at step 40: {words}"
+    failure = Failure(time=1.0, kind=kind, message=message, rank=1)
+    assert failure_summary(failure) == f"rank 1 {words}"
+    assert failure_block(failure, [], "")[0][0][0] == f"rank 1 failed: {words}"
+
+
+@pytest.mark.parametrize(
+    ("step", "in_step", "when"),
+    [(49, 50, " in step 50"), (49, None, " after step 49"), (0, 1, " in step 1"), (0, None, " before step 1")],
+)
+def test_a_failure_is_in_the_step_that_was_being_made_or_after_the_last_that_was_done(
+    step: int, in_step: int | None, when: str
+) -> None:
+    failure = Failure(time=1.0, kind="exception", message="m", rank=1, step=step, in_step=in_step)
+    assert failure_summary(failure) == f"rank 1 exception{when}"
+    assert failure_block(failure, [], "")[0][0][0] == f"rank 1 failed{when}: exception"
 
 
 def test_the_help_of_a_flag_that_turns_off_says_so() -> None:

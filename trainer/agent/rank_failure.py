@@ -25,6 +25,7 @@ def failure_of(
     rank: int,
     host: str,
     step: int | None = None,
+    in_step: int | None = None,
     message: str = "",
     defect: bool = True,
 ) -> Failure:
@@ -36,6 +37,7 @@ def failure_of(
         rank: the rank that raised it.
         host: its machine.
         step: optimizer steps done; where a number is not finite, the step in which it is.
+        in_step: the step that the rank was making.
         message: one line; by default the exception's class and the first line of its message.
         defect: whether to keep the traceback; not for an error that a person can act on.
     """
@@ -46,6 +48,7 @@ def failure_of(
         rank=rank,
         host=host,
         step=step,
+        in_step=in_step,
         traceback="".join(traceback.format_exception(error)) if defect else None,
     )
 

@@ -317,6 +317,7 @@ class _Rank:
             rank=self.assignment.rank,
             host=self.assignment.host,
             step=self.step(),
+            in_step=self._step_in_progress(),
         )
         self._end_failed(failure)
         os._exit(ExitCode.FAILED)
@@ -334,6 +335,11 @@ class _Rank:
         self._wait_for_checkpoints(1.0)
         self.writer.write_now()
 
+    def _step_in_progress(self) -> int | None:
+        """Return the step that this rank is making; None while it starts, validates or saves."""
+        done = self.step()
+        return done + 1 if self._state == "training" and done is not None else None
+
     def _failure(self, error: Exception) -> Failure:
         kind = _kind(error)
         explained = kind not in ("exception", "lost_peer", "out_of_memory")
@@ -347,6 +353,7 @@ class _Rank:
             rank=self.assignment.rank,
             host=self.assignment.host,
             step=self.step() if step is None else step,
+            in_step=self._step_in_progress() if step is None else step,
             defect=not explained,
         )
         if kind == "out_of_memory" and self.assignment.spec is not None:

@@ -19,7 +19,7 @@ from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.console.widgets.run_header import SEVERITY_SIGNS
 from gputrain_tui.diagnosis.roll_up import newest_findings_with_members
 from gputrain_tui.state import RunState
-from gputrain_tui.state.finding_text import failure_summary, failure_words, finding_summary, urgency
+from gputrain_tui.state.finding_text import failure_step, failure_summary, failure_words, finding_summary, urgency
 from gputrain_tui.state.share_changes import change_text, shares_text
 from gputrain_tui.tables import printable, size
 from trainer.contract.record import Failure, Finding, ShareChange
@@ -114,9 +114,8 @@ def _rank_count(finding: Finding) -> int:
 
 
 def _failed(failure: Failure, over_with: str = "") -> FindingEntry:
-    at = f" at step {failure.step:,}" if failure.step is not None else ""
     kind = "" if failure.kind == "signal" else failure_words(failure)  # its message names it
-    lead = f"{kind}{at}".strip()
+    lead = f"{kind}{failure_step(failure)}".strip()
     return FindingEntry(
         key=(FAILURE, failure.rank, failure.time),
         time=failure.time,

@@ -12,7 +12,7 @@ from gputrain_tui.console.widgets.panel import Panel
 from gputrain_tui.headless.closing_report import LOG_LINES
 from gputrain_tui.lifecycle.attempt_outcome import last_lines
 from gputrain_tui.state import RankView, RunState
-from gputrain_tui.state.finding_text import failure_words
+from gputrain_tui.state.finding_text import failure_step, failure_words
 from gputrain_tui.state.rank_state import LOST_PEER, STOPPED
 from gputrain_tui.tables import printable, ranks_text
 from trainer.contract.record import Failure
@@ -75,8 +75,7 @@ def _activity(view: RankView) -> str:
 def _headline(failure: Failure) -> str:
     who = f"rank {failure.rank}" if failure.rank is not None else "the run"
     where = f" on {printable(failure.host)}" if failure.host else ""
-    when = f" at step {failure.step:,}" if failure.step is not None else ""
-    return f"{who}{where} failed{when}"
+    return f"{who}{where} failed{failure_step(failure)}"
 
 
 def failure_text(root_cause: RootCause) -> str:

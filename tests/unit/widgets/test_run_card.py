@@ -37,7 +37,7 @@ def test_the_card_of_a_run_names_the_tested_weights(run: Run, split: Literal["te
 
 @pytest.mark.parametrize("width", [60, 198])
 def test_the_message_of_a_run_is_whole(run: Run, width: int) -> None:
-    message = "rank 3 on node001 failed at step 120: " + "the reason goes on " * 20
+    message = "rank 3 on node001 failed in step 121: " + "the reason goes on " * 20
     write_status(run.dir, msgspec.structs.replace(run.status, status="failed", message=message.strip()))
     again = open_run(run.dir.path)
     assert again is not None

@@ -119,8 +119,8 @@ def test_the_shares_of_the_header_add_up(world_size: int, compute: float, sync: 
 def test_the_verdict_stays_when_the_run_has_ended(status: str) -> None:
     state = state_with(late(1, 20.0, cause="data"))
     if status == "failed":
-        state.apply(Failure(time=3.0, kind="out_of_memory", rank=1, step=42, message="CUDA out of memory"))
-    expected = "rank 1 out of memory at step 42" if status == "failed" else "▲ rank 1 slow +20 ms: data loading"
+        state.apply(Failure(time=3.0, kind="out_of_memory", rank=1, step=42, in_step=42, message="CUDA out of memory"))
+    expected = "rank 1 out of memory in step 42" if status == "failed" else "▲ rank 1 slow +20 ms: data loading"
     forms = run_condition(state, status)
     assert row_text(forms[0]) == expected
     head = RunHeading(status=status, name="bert", id="id", world_size=2, hosts=1, summary=RunFigures(),

@@ -415,6 +415,9 @@ class Failure(Event, kw_only=True, tag="failure"):
     rank: Rank | None = None
     host: str | None = None
     step: Count | None = None
+    """Of a rank the last step that it had done; where a number is not finite or memory ran out, that step."""
+    in_step: Count | None = None
+    """The step that it was making, which is not done; None where it failed outside of one, or this is not known."""
     traceback: str | None = None
 
 
