@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import closing
@@ -9,6 +10,7 @@ from contextlib import closing
 from msgspec.structs import replace
 
 from gputrain_tui.commands.document_output import add_form, require_output, write_document, write_schema
+from gputrain_tui.commands.runs import PIPE_CELLS
 from gputrain_tui.commands.shared_flags import RUN_HELP
 from gputrain_tui.headless.comparison_text import comparison_lines
 from gputrain_tui.history.comparison import DifferingValues
@@ -83,7 +85,7 @@ def run(args: Namespace) -> int:
     written = write_document(
         args,
         comparison,
-        lines=lambda: comparison_lines(comparison),
+        lines=lambda: comparison_lines(comparison, shutil.get_terminal_size((PIPE_CELLS, 24)).columns),
         page=lambda: comparison_page(comparison, recorded),
     )
     if written != ExitCode.FINISHED:

@@ -40,6 +40,7 @@ def compare_in_turns(
         rounds=tuple(each.runs for each in found),
         recipe=tuple(replace(each, values=each.values[-2:]) for each in recipe if len({*each.values[-2:]}) > 1),
         versions=newest.versions,
+        steps=newest.steps,
         incomparable=tuple(dict.fromkeys([*(why for each in found for why in each.incomparable), *_changed(recipe)])),
         nan_since=newest.nan_since,
         figures=tuple(figures),

@@ -76,6 +76,8 @@ class FigureComparison(msgspec.Struct, frozen=True, kw_only=True):
     """Empty where it has none."""
     relative: bool
     """Whether changes are relative, 0.05 for 5 % more."""
+    higher_is_better: bool | None = None
+    """None where it is not known: of a metric of the user's own that is not the runs' ``train.best_metric``."""
     differences: tuple[Difference, ...]
     """One for each run after the first."""
     step: int | None = None
@@ -113,6 +115,8 @@ class RunComparison(msgspec.Struct, frozen=True, kw_only=True):
     """Why the recipes are not compared; empty where they are."""
     versions: tuple[DifferingValues, ...] = ()
     """Of torch, driver and so on, on all hosts of a run; of runs whose record has them."""
+    steps: tuple[int | None, ...] = ()
+    """Of each of ``runs`` the last step that all its ranks have done; None before the first."""
     incomparable: tuple[str, ...] = ()
     """Why the speed of the runs cannot be compared: other hardware or ranks, or no steps."""
     nan_since: tuple[int | None, ...] = ()
@@ -201,15 +205,28 @@ def compare(
     figures.append(_single("peak_memory", "bytes", runs, _peak_memory, relative=True))
     for name in dict.fromkeys(name for run in runs for name in run.report.metrics):
         figures.append(_single(METRIC + name, "", runs, partial(_metric, name=name), relative=False))
-    known = tuple(each for each in figures if any(d.before is not None or d.now is not None for d in each.differences))
+    known = tuple(
+        replace(each, higher_is_better=_higher_is_better(each.name, runs))
+        for each in figures
+        if any(d.before is not None or d.now is not None for d in each.differences)
+    )
     return RunComparison(
         runs=tuple(run.report.id for run in runs),
         recipe=tuple(recipe),
         versions=tuple(_versions([run.report for run in runs])),
+        steps=tuple(run.report.step for run in runs),
         incomparable=tuple(incomparable([run.report for run in runs])),
         nan_since=tuple(run.nan_since for run in runs),
         figures=known,
     )
+
+
+def _higher_is_better(figure: str, runs: Sequence[RecordedRun]) -> bool | None:
+    criteria = {(best.metric, best.maximize) for run in runs if (best := run.report.best_valid) is not None}
+    for metric, maximize in criteria if len(criteria) == 1 else ():
+        if figure in ("best_valid", METRIC + metric):
+            return maximize
+    return None if figure.startswith(METRIC) else figure in ("throughput", "steps_per_s")
 
 
 def _versions(reports: Sequence[RunReport]) -> Iterator[DifferingValues]:

@@ -257,7 +257,7 @@ def test_what_noise_or_others_hide_is_said_to_be_undecided(name: str) -> None:
     assert (limit.exceeded, limit.decided) == (False, False), limit.text
     assert text in limit.text
     assert "cannot be told" in limit.text
-    assert "".join(text for text, _ in comparison_lines(comparison)[-1]).startswith("undecided ")
+    assert "".join(text for text, _ in comparison_lines(comparison, 100)[-1]).startswith("undecided ")
 
 
 @pytest.mark.parametrize(("before_ms", "now_ms"), [(20.0, 0.0), (3.0, 3.0)], ids=["others left", "equal others"])
@@ -300,10 +300,44 @@ def test_versions_that_differ_are_named_unless_one_record_has_none() -> None:
         "torch": ("2.12.0", "2.12.0, 2.13.0"),
         "NCCL": ("", "2.28"),
     }
-    text = "\n".join("".join(piece for piece, _ in line) for line in comparison_lines(comparison))
+    text = "\n".join("".join(piece for piece, _ in line) for line in comparison_lines(comparison, 100))
     assert "torch  2.12.0 → 2.12.0, 2.13.0" in text
     assert "NCCL  – → 2.28" in text
     assert compare([before, on({})]).versions == ()
+
+
+def test_several_runs_are_one_table_of_settings_and_figures_with_the_best_named() -> None:
+    def of(name: str, accuracy: float, **changes: float) -> RecordedRun:
+        run = recorded(name, **changes)  # type: ignore[arg-type]
+        return dataclasses.replace(run, report=replace(run.report, metrics={"accuracy": accuracy}))
+
+    runs = [of("base", 0.7), of("same", 0.8, seed=1), of("slow", 0.9, slower=0.2), of("good", 0.6, loss=0.5, seed=2)]
+    settings = [
+        DifferingValues(key="name", values=("base", "same", "slow", "good")),
+        DifferingValues(key="train.lr", values=("0.1", "", "0.3", "0.4")),
+    ]
+
+    def shown(width: int, recipe: list[DifferingValues]) -> list[str]:
+        lines = comparison_lines(compare(runs, recipe=recipe), width)
+        return ["".join(text for text, _ in line) for line in lines]
+
+    title, *rows = shown(100, settings)
+    assert " ".join(title.split()) == "run lr loss near 640 valid accuracy step ms samples/s memory"
+    base, same, slow, good = (row.split() for row in rows[:4])
+    assert (base[:2], same[:2], slow[:2]) == (["base", "0.1"], ["same", "–"], ["slow", "0.3"])
+    assert good[2].endswith("*"), "the lowest loss"
+    assert "*" not in "".join(slow), "more of a user's own metric is not known to be better"
+    assert "~" in "".join(same)
+    assert "~" not in "".join(slow[5:]), "a fifth slower is no noise"
+    narrow = shown(60, settings)
+    assert max(map(len, narrow)) <= 60
+    assert any(line.startswith("  too wide for this terminal: ") for line in narrow)
+    many = [DifferingValues(key=f"train.key_{n}", values=("a" * 30, "b", "c", "d")) for n in range(9)]
+    text = "\n".join(shown(100, [*settings, *many]))
+    assert max(map(len, text.splitlines())) <= 100
+    assert "  setting      1" in text
+    assert "train.key_8" in text
+    assert shown(100, [])[5] == "  the same recipe"
 
 
 REFUSED = {
@@ -454,7 +488,7 @@ def test_in_turns_what_a_machine_takes_from_both_runs_is_in_no_difference(
         assert "most by forward" in limit.text
     if not limit.decided:
         assert "rounds" in limit.text
-    text = "".join(piece for piece, _ in comparison_lines(comparison)[0])
+    text = "".join(piece for piece, _ in comparison_lines(comparison, 100)[0])
     assert text == "b5 against a5, means of 6 rounds"
     assert comparison.rounds[0] == ("a0", "b0")
 
@@ -574,7 +608,7 @@ def test_a_loss_that_became_nan_is_beyond_any_limit_and_blamed_on_its_own_run(
     (limit,) = comparison.limits
     assert (limit.exceeded, limit.run) == (exceeded, runs[1].report.id)
     assert limit.text.startswith(text)
-    told = "\n".join("".join(text for text, _ in line) for line in comparison_lines(comparison))
+    told = "\n".join("".join(text for text, _ in line) for line in comparison_lines(comparison, 100))
     assert ("no loss  NaN or infinite since step 300 in bad" in told) == (NAN_AT_300 in runs)
 
 
