@@ -90,26 +90,25 @@ class RowFilter(Generic[Row]):
             raise RequestError(f"filter {word!r}: no column {key!r}{guess}")
         if not column.is_number:
             if sign not in (":", "=", "!="):
-                raise RequestError(f"filter {word!r}: {key} is text; write {key}:part or {key}=whole")
-            _require_possible(column, word, sign, value)
-            return _text(column, sign, value.casefold())
+                raise RequestError(f"filter {word!r}: {key} is text; write {key}:WORD or {key}=WHOLE")
+            matches = _matcher(sign, value)
+            if column.allowed and not any(map(matches, column.allowed)):  # would match nothing, or with != everything
+                guess = nearest(value, column.allowed) or f"; one of {', '.join(column.allowed)}"
+                raise RequestError(f"filter {word!r}: no {column.key} is {value!r}{guess}")
+            if sign == "!=":
+                return lambda row: not matches(str(column.value(row) or ""))
+            return lambda row: matches(str(column.value(row) or ""))
         return _numbers(column, word, value) if sign == ":" else _compared(column, word, sign, value)
 
 
-def _require_possible(column: FilterColumn[Row], word: str, sign: str, value: str) -> None:
-    """Refuse a text that no row can have in a column of few values: it would match nothing, or with != everything."""
+def _matcher(sign: str, value: str) -> Callable[[str], bool]:
+    """Return whether a text is a value, or after ``:`` has a word that begins with it; there ``*`` is any text."""
     wanted = value.casefold()
-    if column.allowed and not any(wanted in each if sign == ":" else wanted == each for each in column.allowed):
-        guess = nearest(value, column.allowed) or f"; one of {', '.join(column.allowed)}"
-        raise RequestError(f"filter {word!r}: no {column.key} is {value!r}{guess}")
-
-
-def _text(column: FilterColumn[Row], sign: str, wanted: str) -> Callable[[Row], bool]:
-    def test(row: Row) -> bool:
-        text = str(column.value(row) or "").casefold()
-        return wanted in text if sign == ":" else (text == wanted) == (sign == "=")
-
-    return test
+    if sign != ":":
+        return lambda text: text.casefold() == wanted
+    at_word = r"(?<![^\W_])" if wanted[:1].isalnum() else ""
+    pattern = re.compile(at_word + ".*".join(map(re.escape, wanted.split("*"))))
+    return lambda text: pattern.search(text.casefold()) is not None
 
 
 def _numbers(column: FilterColumn[Row], word: str, value: str) -> Callable[[Row], bool]:

@@ -267,7 +267,7 @@ def test_a_checkpoint_that_lacks_something_ends_the_command_with_2_and_offers_th
             folder = tmp_path / name
             assert f"{folder / bad.name}: {ALTERED[name][1]}" in line
             offered = folder / good.name
-            assert f"{offered} fits: --resume {offered} (in a recipe train.resume) continues from step 2" in line
+            assert f"{offered} fits: --resume {offered} continues from step 2" in line
             assert done.events_of("step") == []
 
 

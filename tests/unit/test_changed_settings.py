@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from trainer.engine.resuming import changed_settings
+from trainer.contract.options import Training
+from trainer.engine.resuming import changed_settings, typed_settings
 
 BEFORE = """
 name = "a"
@@ -44,3 +46,17 @@ classes = ["x"]
 )
 def test_changed_settings_are_named_with_both_values(saved: str, own: str, expected: str) -> None:
     assert changed_settings(saved, own) == (expected and f"goes on with other settings than before: {expected}")
+
+
+class Options(msgspec.Struct):
+    width: int = 32
+    classes: tuple[str, ...] = ()
+
+
+def test_settings_typed_by_hand_are_named_as_flags_and_not_compared_with_a_recipe() -> None:
+    before = typed_settings(Training(lr=(0.1,), resume="a.pt", batch_size=(4, 8)), Options())
+    now = typed_settings(Training(lr=(0.2,), resume="b.pt", batch_size=(8, 4)), Options(width=64))
+    assert changed_settings(before, now) == (
+        "goes on with other settings than before: --width 64 (was 32), --batch-size changed, --lr 0.2 (was 0.1)"
+    )
+    assert changed_settings(before, before) == changed_settings(before, BEFORE) == changed_settings(BEFORE, now) == ""

@@ -15,7 +15,7 @@ from gputrain_tui.lifecycle.prepared import endless_reason
 from trainer.__main__ import main
 from trainer.contract.builtin_tasks import BUILT_IN, options_schema
 from trainer.contract.errors import ExitCode, RequestError
-from trainer.contract.option_rules import require_consistent, require_end
+from trainer.contract.option_rules import require_consistent, require_end, with_keys
 from trainer.contract.options import Training
 from trainer.contract.schema import to_flags
 from trainer.engine.sharded_model import repeated_block
@@ -23,6 +23,13 @@ from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
 
 Values = dict[str, Any]
+
+
+def test_a_message_of_a_rank_names_the_keys_of_a_recipe_and_no_flag_of_another_program() -> None:
+    message = "gives rank 1 no batch: a smaller --batch-size, or --max-tokens; pip install --user x, --lr-x"
+    expected = "gives rank 1 no batch: a smaller train.batch_size, or train.max_tokens; pip install --user x, --lr-x"
+    assert with_keys(message) == expected
+
 
 CONTRADICTIONS: dict[str, Values] = {
     "--reset-optimizer needs --resume, the checkpoint": {"reset_optimizer": True},

@@ -264,8 +264,8 @@ class CheckpointWriter:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise RequestError(
                 f"{self.folder}: holds checkpoints of {f'run {other}' if other else 'another run'} ({names[0]}{more}), "
-                "which this run does not continue: name another folder with --save-dir (in a recipe train.save_dir), "
-                f"or continue that run with --resume {self.folder} (train.resume)"
+                "which this run does not continue: name another folder with --save-dir, "
+                f"or continue that run with --resume {self.folder}"
             )
 
     def _free(self, path: Path) -> None:

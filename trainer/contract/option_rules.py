@@ -7,6 +7,7 @@ command line, ``train.lr_scheduler`` in a recipe.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -56,6 +57,20 @@ DDP_ONLY = (
 def flag_of(name: str) -> str:
     """Return the flag of an option."""
     return "--" + name.replace("_", "-")
+
+
+_FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
+
+
+def with_keys(message: str) -> str:
+    """Return a message of a rank with the keys of a recipe in place of flags: ``train.lr`` for ``--lr``."""
+    keys = (*Training.__struct_fields__, "share_devices")  # of the launch: the only one that ranks name
+
+    def key(flag: re.Match[str]) -> str:
+        name = flag[1].replace("-", "_")
+        return f"train.{name}" if name in keys else flag[0]
+
+    return _FLAG.sub(key, message)
 
 
 def require_consistent(

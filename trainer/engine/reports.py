@@ -96,8 +96,10 @@ def non_finite_validation(
         severity="critical",
         step=step,
         message=f"no validation has had finite results since step {step}: valid {result.non_finite}",
-        advice="look in that data for a number that is not finite, and in the task for a division by 0 or a "
-        "logarithm of 0; such a validation is neither better nor worse for --best-metric and --patience",
+        advice=ctx.in_recipe_terms(
+            "look in that data for a number that is not finite, and in the task for a division by 0 or a logarithm "
+            "of 0; such a validation is neither better nor worse for --best-metric and --patience"
+        ),
     )
     ctx.writer.write(raised)
     ctx.print_line(f"{raised.message}; {raised.advice}")
@@ -126,7 +128,8 @@ def finding(
     """
     if ctx.rank != 0 or not text:
         return
-    text = text.encode(errors="backslashreplace").decode()  # it may hold a path
+    text = ctx.in_recipe_terms(text.encode(errors="backslashreplace").decode())  # it may hold a path
+    advice = ctx.in_recipe_terms(advice)
     ctx.print_line(text)
     ctx.writer.write(
         record.Finding(

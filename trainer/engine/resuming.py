@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 
 from trainer.checkpoint import ENTRIES, CheckpointError, difference, kinds, restore_rng, weights_of
 from trainer.contract.errors import RequestError
+from trainer.contract.option_rules import flag_of
+from trainer.contract.options import Training
 from trainer.engine.task_state import difference as difference_of_states
 from trainer.tasks.registry import is_same_task
 
@@ -229,19 +231,44 @@ def seed_effect(position: Mapping[str, int], *, seed: int, shuffle: bool, same_r
     return f"seed {seed} orders the data from epoch {epoch} on; {numbers}"
 
 
+TYPED = "# typed by hand, without a recipe\n"
+"""First line of the text that stands for a recipe in the checkpoints of a training without one."""
+
+
+def typed_settings(options: Training, task_options: Any) -> str:
+    """Return the options of a training without a recipe as the tables of one; those of ``[train]`` without defaults."""
+    of_train, defaults = msgspec.to_builtins(options), msgspec.to_builtins(Training())
+    tables = {
+        "train": {name: value for name, value in of_train.items() if value != defaults[name]},
+        "task": msgspec.to_builtins(task_options) if isinstance(task_options, msgspec.Struct) else {},
+    }
+    text = TYPED
+    for table, values in tables.items():
+        text += f"[{table}]\n"
+        for name, value in values.items():
+            single = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+            if single is not None:
+                text += f"{name} = {json.dumps(single)}\n"
+    return text
+
+
 def changed_settings(saved: str, own: str) -> str:
     """Describe the keys of ``[train]`` and ``[task]`` in which two recipes differ; empty if either is not known.
 
+    Of two commands typed by hand they are flags; a recipe and a command are not compared.
+
     A resumed training follows its own recipe, whatever the checkpoint was trained with.
     """
+    typed = saved.startswith(TYPED)
     before, now = _settings(saved), _settings(own)
-    if not (before and now):
+    if not (before and now) or typed != own.startswith(TYPED):
         return ""
     changed = []
     for key in sorted(before | now):
         if before.get(key) != now.get(key):
             values = _shown(key, now), _shown(key, before)
-            changed.append(f"{key} changed" if "" in values else "{} {} (was {})".format(key, *values))
+            name = flag_of(key.partition(".")[2]) if typed else key
+            changed.append(f"{name} changed" if "" in values else "{} {} (was {})".format(name, *values))
     return f"goes on with other settings than before: {', '.join(changed)}" if changed else ""
 
 

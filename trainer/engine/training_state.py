@@ -130,7 +130,7 @@ class TrainingState:
             try:
                 require_state_of(self.optimizer, entries.optimizer)
             except RequestError as error:
-                wrong = f"entry optimizer: {error}; train.reset_optimizer (--reset-optimizer) goes on without it"
+                wrong = f"entry optimizer: {error}; --reset-optimizer goes on without it"
         if wrong:
             raise RequestError(f"{source} does not fit this model: {one_line(wrong)}")
         if self.options.reset_dataloader:

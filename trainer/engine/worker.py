@@ -30,7 +30,7 @@ from trainer.contract.errors import (
     printable_lines,
 )
 from trainer.contract.fairseq_flags import remove_fairseq_flags
-from trainer.contract.option_rules import less_memory, uses_compiler
+from trainer.contract.option_rules import less_memory, uses_compiler, with_keys
 from trainer.contract.options import Training, TrainingSpec
 from trainer.contract.outcome import NO_UPDATE_LEFT, exit_code_of, is_lost_peer, lost_peer_text
 from trainer.contract.record import EventWriter, Failure, RankStateName, RunDir, recorded_checkpoints
@@ -45,12 +45,14 @@ from trainer.engine.end_conditions import TrainingOutcome
 from trainer.engine.loop import Loop
 from trainer.engine.non_finite import NonFiniteError
 from trainer.engine.out_of_memory import OutOfMemoryError, is_out_of_memory
+from trainer.engine.resuming import typed_settings
 from trainer.engine.starting_point import StartingPoint, open_start
 from trainer.engine.task_state import TASK_STATE
 from trainer.engine.worker_context import WorkerContext
 from trainer.environments import slurm_step
 from trainer.host.cores import usable_cores
 from trainer.host.memory import keep_freed_memory, return_freed_memory
+from trainer.host.processes import RUN
 from trainer.tasks.registry import load_task
 from trainer.tasks.task import Task
 
@@ -74,6 +76,7 @@ class _Rank:
         self.assignment = assignment
         self.run_dir = run_dir
         self.writer = writer
+        self._in_recipe_terms: Callable[[str], str] = with_keys if os.environ.get(RUN) else str
         self._state: RankStateName = "spawned"
         self.step: Callable[[], int | None] = lambda: None
         self._wait_for_checkpoints: Callable[[float], None] = lambda _timeout_s: None
@@ -211,6 +214,7 @@ class _Rank:
             writer=self.writer,
             set_state=self.set_state,
             print_line=self._print_line if assignment.rank == 0 else lambda line: None,
+            in_recipe_terms=self._in_recipe_terms,
             checkpoints=None if options.eval_only else folder,
             stop_requested=assignment.stop_requested,
             step_took=assignment.step_took,
@@ -220,7 +224,7 @@ class _Rank:
             resumed_from=start.opened.path if start.opened is not None else None,
             is_restart=slurm_step.is_requeued(os.environ) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
             request=request,
-            recipe=_recipe_in(self.run_dir),
+            recipe=_recipe_in(self.run_dir) or typed_settings(options, task.options),
             loss_unit=task.loss_unit,
         )
 
@@ -343,13 +347,14 @@ class _Rank:
     def _failure(self, error: Exception) -> Failure:
         kind = _kind(error)
         explained = kind not in ("exception", "lost_peer", "out_of_memory")
-        first_line = next((line for line in text_of(error).splitlines() if line.strip()), "")
+        told = self._in_recipe_terms(text_of(error)) if explained else text_of(error)
+        first_line = next((line for line in told.splitlines() if line.strip()), "")
         step = error.step if isinstance(error, NonFiniteError | OutOfMemoryError) else None
         failure = failure_of(
             error,
             kind=kind,
             # The message about a request is kept whole: it may quote a name with a line break.
-            message=printable(str(error)) if isinstance(error, RequestError) else first_line if explained else "",
+            message=printable(told) if isinstance(error, RequestError) else first_line if explained else "",
             rank=self.assignment.rank,
             host=self.assignment.host,
             step=self.step() if step is None else step,
@@ -357,10 +362,11 @@ class _Rank:
             defect=not explained,
         )
         if kind == "out_of_memory" and self.assignment.spec is not None:
-            failure.message += less_memory(self.assignment.spec.training, self.assignment.world_size)
+            advice = less_memory(self.assignment.spec.training, self.assignment.world_size)
+            failure.message += self._in_recipe_terms(advice)
         # Without a run directory the node agent prints the message, once for all ranks; a rank adds only a traceback.
         if not explained or self.run_dir is not None:
-            text = failure.traceback or f"{type(error).__name__}: {error}"
+            text = failure.traceback or f"{type(error).__name__}: {told}"
             print(printable_lines(text), file=sys.stderr)
         last = flight_recorder.dump()
         if kind != "lost_peer":
@@ -396,7 +402,7 @@ def _offer(loop: Loop, source: Path, run: str) -> str:
             loop.state.require_fit(state, source=str(path))
         except RequestError:
             continue
-        return f"; {path} fits: --resume {path} (in a recipe train.resume) continues from step {state['updates']}"
+        return f"; {path} fits: --resume {path} continues from step {state['updates']}"
     return ""
 
 

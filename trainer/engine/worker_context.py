@@ -41,6 +41,8 @@ class WorkerContext:
     copies: HostCopies | None = None
     """Copies numbers from the device without waiting; None chooses by the device."""
     stop_requested: Callable[[], bool] = lambda: False
+    in_recipe_terms: Callable[[str], str] = str
+    """Returns a message with the recipe's keys in place of flags, where the run has a recipe."""
     step_took: Callable[[float], None] = lambda seconds: None
     """Called with the recent duration of a step, in seconds, if it has changed much."""
     stopping: Callable[[], None] = lambda: None
