@@ -80,6 +80,12 @@ def choose_checkpoint(named: str, which: str | None) -> ChosenCheckpoint:
             )
         return _named_file(path)
     run = find_training(named)
+    if runs_script(run.dir):
+        record = shlex.join(["gputrain", "export", run.id, "--to", "csv"])
+        raise RequestError(
+            f"{run.id} ran a script, whose model and checkpoints are its own: only a task can be evaluated, predict "
+            f"and export its weights; {record} writes the script's steps"
+        )
     if which not in (None, "best", "newest"):
         return _file_of(run, str(which))
     newest = resumable_checkpoint(run.dir)

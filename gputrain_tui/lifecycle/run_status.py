@@ -227,6 +227,8 @@ class RunStatusWriter:
         if state.step:
             loss = state.figures.loss if state.figures.step == state.step else None  # the record may lack that step
             status.step, status.loss = state.step, loss if loss is not None and isfinite(loss) else None
+        elif state.plan is not None:  # resumed, and it has made no step of its own
+            status.step = state.plan.first_update or None
         first = state.ranks.get(0)
         status.lr = None if first is None or first.last is None else first.last.lr
         status.tokens = sum(view.totals.tokens for view in (*state.ranks.values(), *state.former.values())) or None

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import run_dirs
 
+from gputrain_tui.lifecycle import recipe_to_run
 from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint, describe_newest
 from trainer.contract.checkpoint_trailer import DIGEST_BYTES, head_of
 from trainer.contract.errors import RequestError
@@ -95,11 +96,16 @@ def test_a_run_that_was_stopped_before_its_first_step_names_the_run_that_it_was_
         choose_checkpoint(run, None)
 
 
-def test_of_a_run_of_a_script_the_command_is_named_that_starts_it_again(home: Path) -> None:
+def test_of_a_run_of_a_script_a_resume_names_the_command_that_starts_it_again_and_eval_what_can_be_had(
+    home: Path,
+) -> None:
     run = make_run(home, own="", elsewhere="", recorded="")
     (home / "home" / "runs" / run / "recipe.toml").write_text('[train]\nscript = "/work/train.py"\n')
+    for which in (None, "best", "step_2.pt"):
+        with pytest.raises(RequestError, match=f"^{run} ran a script, .*; gputrain export {run} --to csv writes"):
+            choose_checkpoint(run, which)
     with pytest.raises(RequestError) as refused:
-        choose_checkpoint(run, None)
+        recipe_to_run.load(None, overrides=[], resume=run)
     again = f"gputrain run {home / 'home' / 'runs' / run / 'recipe.toml'} starts it again, in the same folder; "
     assert f"{run} ran a script, which keeps checkpoints of its own: {again}" in str(refused.value)
     assert "the script must find its checkpoint by itself" in str(refused.value)

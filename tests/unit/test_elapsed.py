@@ -11,8 +11,9 @@ from gputrain_tui.history.summary import summarize
 from gputrain_tui.lifecycle.attempt import AttemptResult
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.planner import Plan
+from gputrain_tui.state import RunState
 from gputrain_tui.state.elapsed import Pace
-from trainer.contract.record import RunEnded, decode_events
+from trainer.contract.record import RunEnded, TrainingPlan, decode_events
 from trainer.host.boot import BootMoment
 
 PLAN = Plan(world_size=1, init_method=None, backend="gloo", launcher="local", nodes=[])
@@ -32,6 +33,15 @@ def test_a_clock_that_is_set_changes_no_duration(jump_s: float, tmp_path: Path) 
     assert isinstance(ended, RunEnded)
     assert ended.elapsed_ms == pytest.approx(1e3 * adopter.status.elapsed_s)
     assert summarize(make_run(tmp_path, **msgspec.structs.asdict(adopter.status)), now=0.0)["duration_s"] < 600
+
+
+def test_a_resumed_run_without_a_step_of_its_own_stands_where_it_began(tmp_path: Path) -> None:
+    run = make_run(tmp_path, started=NOON)
+    state = RunState(world_size=1)
+    state.apply(TrainingPlan(time=NOON, world_size=1, updates_per_epoch=5, samples_per_epoch=100, first_update=20))
+    writer = RunStatusWriter(run.dir, PLAN, now=lambda: NOON)
+    writer.close(AttemptResult(status="finished"), left=[], state=state)
+    assert summarize(make_run(tmp_path, **msgspec.structs.asdict(writer.status)), now=0.0)["step"] == 20
 
 
 def test_without_a_measured_duration_the_wall_clock_counts_and_never_below_zero() -> None:
