@@ -222,7 +222,7 @@ def conclude(
     for line in _end_lines(run, status, state):
         for each in fitted(line, shutil.get_terminal_size().columns) if sys.stderr.isatty() else [line]:
             err.line(paint(each, colour=colour))
-    if for_people:
+    if for_people and run.dir.path.exists():  # it may have been deleted during the run
         err.line(paint(_record_line(run), colour=colour))
     err.close(is_interrupted=is_interrupted)
     return exit_code_with(code, out.error)

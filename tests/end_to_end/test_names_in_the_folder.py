@@ -83,6 +83,18 @@ def test_a_task_of_the_folder_finds_its_neighbours_behind_all_other_modules(tmp_
     folder.check(folder.run(OWN, PYTHONPATH="" if place == "." else "code"))
 
 
+def test_a_file_of_the_folder_hides_no_package_of_torch_that_has_no_file_of_its_own(tmp_path: Path) -> None:
+    installed, folder = tmp_path / "site", Folder(tmp_path, ["cuda"])
+    (installed / "cuda").mkdir(parents=True)
+    (installed / "cuda" / "bindings.py").touch()
+    shutil.copy(TESTS / "support" / "tiny_task.py", folder.path / "own_tasks.py")
+    code = "from trainer.tasks.registry import load_task; load_task('own_tasks:TinyTask'); import cuda.bindings"
+    folder.check(folder.call(PYTHON, "-P", "-c", code, PYTHONPATH=str(installed)))
+    refused = folder.call(PYTHON, "-P", "-c", code.replace("own_tasks", "cuda"), PYTHONPATH=str(installed))
+    assert "cuda has the same name and comes first: rename yours, or name the task by its file" in refused.stderr
+    assert folder.taken.executed() == []
+
+
 def test_a_task_with_the_name_of_another_module_is_refused(folder: Folder) -> None:
     done = folder.run(OWN.replace("own_tasks", "random"))
     assert done.returncode == 2

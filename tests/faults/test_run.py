@@ -144,6 +144,7 @@ def test_a_run_whose_directory_is_deleted_ends_with_the_reason(bench: Bench, wor
     assert process.returncode == 1, err
     json_run = f"the run directory {run.dir.path} was deleted during the run"
     assert json_run in err
+    assert f"record {run.dir.path}" not in err
     assert not words or (json.loads(out.splitlines()[-1])["status"], json_run in out) == ("failed", True)
     assert leftovers.processes_of(run.dir.path) == []
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
+from importlib import import_module
 from importlib.machinery import PathFinder
 
 PACKAGES = ("trainer", "gputrain_tui")
+NAMESPACES = ("cuda",)
+"""Packages without ``__init__.py`` that torch imports late: a file of this name in any later folder would hide them."""
 ASIDE = "GPUTRAIN_PYTHONPATH"
 """Environment variable with the user's whole ``PYTHONPATH`` if folders of it were set aside."""
 
@@ -49,6 +52,10 @@ def python_path(environ: Mapping[str, str], name: str = "PYTHONPATH", *, workdir
 
 def append_user_folders(*folders: str) -> None:
     """Append folders, and those set aside, to ``sys.path``: for a user's own task, behind all other modules."""
+    for name in NAMESPACES:
+        spec = PathFinder.find_spec(name, sys.path)
+        if spec is not None and spec.origin is None:
+            import_module(name)  # executes no code
     sys.path += [folder for folder in (*folders, *python_path(os.environ, ASIDE)) if folder not in sys.path]
 
 

@@ -17,7 +17,7 @@ from trainer.contract.builtin_tasks import BUILT_IN, unknown_task
 from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.home_folder import expand_home
 from trainer.contract.task_files import nearest_file
-from trainer.host.import_path import append_user_folders, origin_in
+from trainer.host.import_path import NAMESPACES, append_user_folders, origin_in
 
 if TYPE_CHECKING:
     from trainer.tasks.task import Task
@@ -75,6 +75,8 @@ def _add_working_folder(module_name: str) -> None:
     folder, name = str(Path.cwd()), module_name.partition(".")[0]
     append_user_folders(folder)
     own, first = origin_in([folder], name), origin_in(sys.path, name)
+    if name in NAMESPACES and name in sys.modules:
+        first = ", ".join(sys.modules[name].__path__)
     if own is not None and own != first:
         raise RequestError(
             f"task module {quoted(module_name)} is in {folder}, but {first} has the same name and comes first: "
