@@ -270,7 +270,7 @@ def _last_status(run: Run, state: RunState, code: int) -> Status:
         state.add_gap(now, f"{RECORD_END_MISSING}: {error}")
         message = None if state.ended is None else state.ended.message
         took = elapsed_of(status, now)
-        return msgspec.structs.replace(status, status=how, message=message, ended=now, elapsed_s=took)  # type: ignore[arg-type]
+        return msgspec.structs.replace(status, status=how, message=message, ended=now, elapsed_s=took)
     if status is not None or not attempt_outcome.is_deleted(run.dir):
         return status or run.status
     failure = attempt_outcome.deletion_failure(run.dir, time.time())
