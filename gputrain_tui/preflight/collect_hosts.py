@@ -30,6 +30,7 @@ from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.preflight.collect import rendezvous_of
 from gputrain_tui.recipe.model import Recipe
+from trainer.contract.backends import is_nccl
 from trainer.contract.option_rules import start_option
 from trainer.host.resource_limits import ResourceLimits
 
@@ -305,14 +306,16 @@ class _Collection:
     def _address(self, number: int) -> str:
         """Return the address at which the ranks of other hosts connect to a node's host; empty if there is none.
 
-        Gloo and NCCL are bound to the interface on the route, of which they take the first address, IPv4 before IPv6:
-        it may be another one than that of the route.
+        Gloo is bound to the interface on the route, of which it takes the first address, IPv4 before IPv6: it may be
+        another one than that of the route. NCCL_SOCKET_FAMILY chooses between those of NCCL.
         """
         if number not in self._routes:
             return ""
         route = self._routes[number]
         of_root = (each.root for index, each in self._routes.items() if index and each.root)
         address = route.address if number else next(of_root, "")
+        if is_nccl(self._plan.backend):
+            return address
         interface = route.interfaces.get(address)
         return next((text for text, name in route.interfaces.items() if name == interface), address)
 
