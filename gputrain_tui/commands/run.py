@@ -91,6 +91,7 @@ def _foreground(prepared: Prepared, *, json: bool) -> int:
         def follow(supervisor: subprocess.Popen[bytes]) -> int:
             return foreground.follow(
                 supervisor,
+                run_dir=started.dir,
                 state=state,
                 view=view,
                 reader=reader,

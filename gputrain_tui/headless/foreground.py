@@ -18,18 +18,21 @@ import msgspec
 from gputrain_tui.headless.closing_report import LOG_LINES, attempt_lines, closing_lines, failure_block, status_line
 from gputrain_tui.headless.progress import REDRAW_S, Piece, ProgressView, fitted, paint
 from gputrain_tui.headless.safe_stream import SafeStream
+from gputrain_tui.history.lost_run import write_error
 from gputrain_tui.history.plan_file import read_job, read_plan
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.history.run_reader import RunReader, is_boundary, merged
-from gputrain_tui.history.status_file import ENDED, Status, read_status
+from gputrain_tui.history.status_file import ENDED, Status, elapsed_of, read_status
 from gputrain_tui.lifecycle import attempt_outcome
 from gputrain_tui.lifecycle.record_gap_watch import RecordGaps
 from gputrain_tui.lifecycle.remote_nodes import path_with_host
 from gputrain_tui.output import json_line
 from gputrain_tui.preflight.result import CheckResult, NotReadyError
 from gputrain_tui.state import RunState
+from gputrain_tui.state.standstill import MIN_STANDSTILL_S
 from trainer.contract.errors import ExitCode, RecordError, RequestError, printable
-from trainer.contract.record import AnyEvent, RunEnded
+from trainer.contract.outcome import RECORD_END_MISSING
+from trainer.contract.record import AnyEvent, RunDir, RunEnded
 from trainer.contract.stop_level import StopLevel
 from trainer.host.process_identity import HELD_S
 from trainer.host.processes import is_held
@@ -78,6 +81,7 @@ class JsonStream(RunReader):
 def follow(
     supervisor: subprocess.Popen[bytes],
     *,
+    run_dir: RunDir,
     state: RunState,
     view: ProgressView | None,
     reader: RunReader,
@@ -99,7 +103,8 @@ def follow(
     poll.register(ended, select.POLLIN)
     poll.register(stop_request, select.POLLIN)
     requested_at = math.inf
-    over = refused = False
+    heard_at = time.monotonic()
+    over = refused = unwritable = False
     try:
         with stop_request.forwarded_to(ended):
             while True:
@@ -112,6 +117,12 @@ def follow(
                 state.apply_all(events)
                 if view is not None:
                     view.update(events)
+                if events:
+                    heard_at = time.monotonic()
+                silent_s = time.monotonic() - heard_at
+                if silent_s >= MIN_STANDSTILL_S and not (over or unwritable) and (error := write_error(run_dir)):
+                    unwritable = True
+                    report(f"warning: the record ends here: {error}; no checkpoint is saved on that disk")
                 if level := stop_request.risen():
                     saving = SCRIPT_STOPPING if is_script else STOPPING
                     report(saving if level == StopLevel.SAVE else NOT_WAITING)
@@ -184,8 +195,8 @@ def conclude(
         NotReadyError: a host refused the run before it trained; the run directory is deleted, unless Slurm ran it.
         RequestError: the ranks found the request wrong before they trained; likewise.
     """
-    status = _last_status(run, state)
     code = returncode if returncode >= 0 else ExitCode.FAILED
+    status = _last_status(run, state, code)
     if code in REFUSALS and not status.restarts and not attempt_outcome.holds_work(run.dir):
         message, host = status.message or "a host refused the run", _failed_host(state)
         refusal = CheckResult(status="error", check="host", what=message, host=host)
@@ -246,9 +257,20 @@ def _record_line(run: Run) -> list[Piece]:
     return [("record ", "dim"), (str(run.dir.path), "")]
 
 
-def _last_status(run: Run, state: RunState) -> Status:
-    """Return the final status; if the run directory was deleted, a failed one, with its events in the state."""
+def _last_status(run: Run, state: RunState, code: int) -> Status:
+    """Return the final status; if the run directory was deleted, a failed one, with its events in the state.
+
+    Where the record could not take the end of the run, it is that of the exit code.
+    """
     status = read_status(run.dir)
+    if status is not None and status.status not in ENDED and (error := write_error(run.dir)):
+        now, how = time.time(), "failed"
+        if code in (ExitCode.FINISHED, ExitCode.STOPPED):
+            how = "finished" if code == ExitCode.FINISHED else "stopped"
+        state.add_gap(now, f"{RECORD_END_MISSING}: {error}")
+        message = None if state.ended is None else state.ended.message
+        took = elapsed_of(status, now)
+        return msgspec.structs.replace(status, status=how, message=message, ended=now, elapsed_s=took)
     if status is not None or not attempt_outcome.is_deleted(run.dir):
         return status or run.status
     failure = attempt_outcome.deletion_failure(run.dir, time.time())
@@ -277,7 +299,7 @@ def _end_lines(run: Run, status: Status, state: RunState) -> list[list[Piece]]:
         lines.append([(status.message, "alarm")])
     if status.status == "stopped":
         kept, _, left = (status.message or "").partition("processes left: ")
-        lines.append([(kept.rstrip("; "), "")])
+        lines += [[(kept.rstrip("; "), "")]] * bool(kept)
         is_silent = any(finding.kind == "host_silent" for finding in state.findings.values())
         none = "no process of the run is left" + (" on the hosts that answer" if is_silent else "")
         lines.append([(f"processes left: {left}", "alarm") if left else (none, "")])

@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -44,6 +45,8 @@ BROKEN_S = 0.3
 PART_BYTES = 1 << 18
 ROUND_BYTES = 1 << 20
 """Most bytes of the record that are sent before calls are answered again."""
+DISK_STANDS = "disk_stands"
+"""Kind of the frame that says, once a second, that the disk keeps the session from answering a beat."""
 RECORD_FILE = re.compile(r"(?:events|logs|digest)/[A-Za-z0-9._-]{1,255}")
 
 
@@ -78,7 +81,7 @@ def free_port(_: CallServer, __: Mapping[str, Any]) -> int:
 
 def node(server: CallServer, request: Mapping[str, Any]) -> int:
     """Start a node unless that was done before, send its record as it grows, and return its exit code."""
-    call, session = server.call, Session(request)
+    call, session = server.call, Session(server, request)
     server.held.close()
     if request["start"]:
         session.extend_record(request["torn"])
@@ -108,8 +111,9 @@ def node(server: CallServer, request: Mapping[str, Any]) -> int:
 class Session:
     """A node, and how much of its record this connection has sent."""
 
-    def __init__(self, request: Mapping[str, Any]) -> None:
+    def __init__(self, server: CallServer, request: Mapping[str, Any]) -> None:
         """Find the run directory: the launching side's path if its token is visible there, else one in this home."""
+        self._server = server
         self.agent: dict[str, Any] = {}
         """Identity of the agent's process and, as ``node``, of the node's; empty until it is known."""
         self._leased: bool = request["leased"]
@@ -148,12 +152,24 @@ class Session:
 
     def beat(self, _: Mapping[str, Any]) -> str:
         """Record a beat; return why the run directory cannot be written, empty if it can or where ranks tell it."""
+        is_written = threading.Event()
+        thread = threading.Thread(target=self._tell_standstill, args=(is_written,), daemon=True)
+        thread.start()
         try:
             write_heartbeat(self.folder, leased=self._leased)
         except OSError as error:  # the node goes on while its ranks make steps
             told = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOENT)
             return "" if told else error.strerror or "it refuses to be written"
+        finally:
+            is_written.set()
+            thread.join()  # of both only one may send
         return ""
+
+    def _tell_standstill(self, is_written: threading.Event) -> None:
+        """Say once a second that a write does not end; this thread alone sends meanwhile."""
+        with suppress(OSError):  # the connection has ended, which the main thread sees as well
+            while not is_written.wait(1.0):
+                self._server.send(frame(self._server.call, DISK_STANDS))
 
     def end(self) -> None:
         """Tell the agent that the launching side is gone, unless the connection broke, and with it the ssh server."""

@@ -151,7 +151,7 @@ class RunDiagnosis(LiveDiagnosis):
     def lost_host(self, running: Sequence[NodeProcess], plan: Plan) -> Failure | None:
         """Return the failure of a run that has lost hosts by ``cluster.host_timeout``; None if it has not."""
         timeout_s = self.host_timeout_s
-        silent_s = {process.node: process.silent_s() for process in running}
+        silent_s = {process.node: process.lost_s() for process in running}
         lost = _guarded(lambda: self._diagnosis.lost_nodes(self.state, self._now(), silent_s, timeout_s=timeout_s))
         if not lost:
             return None
@@ -159,7 +159,7 @@ class RunDiagnosis(LiveDiagnosis):
         ranks = {node.node: node.ranks for node in plan.nodes}
         names = [f"{each.host} with {ranks_text(ranks[each.node])}" for each in running if each.node in lost]
         why = f": {first.problem}" if first.problem else ""
-        message = f"{' and '.join(names)} lost: no contact for {int(first.silent_s())} s{why}; the other ranks waited"
+        message = f"{' and '.join(names)} lost: no contact for {int(first.lost_s())} s{why}; the other ranks waited"
         return Failure(time=self._now(), kind="node_lost", message=message, host=first.host, rank=ranks[lost[0]][0])
 
     def ended_by_network(self, network: NetworkWatch, plan: Plan) -> Failure | None:

@@ -51,5 +51,9 @@ class NodeProcess(ABC):
         """Return the seconds since the last message of its host; 0 for this machine."""
         return 0.0
 
+    def lost_s(self) -> float:
+        """Return the seconds since the last sign of its host: also that a disk keeps it from answering."""
+        return self.silent_s()
+
     def count_silence_anew(self) -> None:  # noqa: B027 - this machine is never silent
         """Count the silence of its host from now on, as after a time in which this process could hear nothing."""

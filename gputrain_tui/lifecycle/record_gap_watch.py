@@ -76,8 +76,19 @@ class RecordGaps:
         return new
 
     def begin_attempt(self) -> list[Finding]:
-        """Return findings that the record goes on after the gaps that stand: other processes write it now."""
+        """Return findings that the record goes on after the gaps that stand: other processes write it now.
+
+        A host whose disk could not be written may not be one of the attempt: nothing is known of its disk any more.
+        """
         new = []
+        for rank in self._unwritable.values():
+            stood = self.findings[rank]
+            message = f"{stood.message}, until its attempt ended"
+            self.findings[rank] = msgspec.structs.replace(
+                stood, time=time.time(), state="cleared", message=message, advice=""
+            )
+            new.append(self.findings[rank])
+        self._unwritable.clear()
         for rank, told in self._told.items():
             if told.state == "raised" and told.message:
                 severity = self.findings[rank].severity

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -72,8 +71,7 @@ def record_end(run_dir: RunDir, plan: Plan, returncode: int, *, give_up: Callabl
     """
     try:
         lock = os.fdopen(open_to_append(run_dir.lock), "ab")
-    except OSError as error:
-        print(f"gputrain: cannot open {run_dir.lock}: {error.strerror}", file=sys.stderr)
+    except OSError:
         return returncode if returncode >= 0 else ExitCode.FAILED
     with lock:
         if not take_lock(lock, patience_s=float("inf"), give_up=lambda: is_recorded(run_dir) or give_up()):

@@ -252,6 +252,7 @@ class RunStatusWriter:
         status.status, status.exit_code, status.message = ended.status, ended.exit_code, ended.message
         status.ended = ended.time
         status.elapsed_s = None if ended.elapsed_ms is None else ended.elapsed_ms / 1e3
+        self._take_figures(None)
         self._write_status()
 
     def _write_status(self) -> None:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gputrain_tui import paths
+from gputrain_tui.history.lost_run import write_error
 from gputrain_tui.history.plan_file import read_plan
 from gputrain_tui.history.run_folders import Run, find, open_run
 from gputrain_tui.history.status_file import ENDED, read_status
@@ -102,6 +103,8 @@ def stop(run: Run, origin: int = STOP_COMMAND_SIGNAL) -> tuple[str, list[int]]:
         now = open_run(path) or now
         if now.state in ENDED:
             break
+        if write_error(run.dir):
+            return _stop_without_record(path, origin, complete=bool(in_order) and not taken_over)
         taken_over = True
         try:
             now = adopt(now)
@@ -157,7 +160,7 @@ def _recorded_nodes(run_dir: RunDir) -> list[int]:
 
 
 def _stop_without_record(path: Path, origin: int, *, complete: bool = False) -> tuple[str, list[int]]:
-    """Stop the processes of a run whose directory was deleted or cannot be read.
+    """Stop the processes of a run whose directory was deleted, or cannot be read or written.
 
     ``complete``: its own supervisor has ended all of them before.
     """
@@ -167,7 +170,8 @@ def _stop_without_record(path: Path, origin: int, *, complete: bool = False) -> 
     run = open_run(path)
     if run is not None and run.state in ENDED:  # its supervisor has written the status again
         return _report(run, left, was_over=False, complete=complete), left
-    problem = "cannot be read" if path.exists() else "was deleted"
+    error = "" if run is None else write_error(run.dir)
+    problem = f"cannot be written: {error}" if error else "cannot be read" if path.exists() else "was deleted"
     return f"{path.name} is stopped; its run directory {problem}; {_left(left, complete=complete)}", left
 
 

@@ -30,6 +30,7 @@ from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.preflight.collect import rendezvous_of
 from gputrain_tui.recipe.model import Recipe
+from trainer.contract.backends import is_nccl
 from trainer.contract.option_rules import start_option
 from trainer.host.resource_limits import ResourceLimits
 
@@ -277,7 +278,7 @@ class _Collection:
         host_time = channel.answer(clock_call, CLOCK)
         received_at = time.time()
         route = channel.answer(route_call, ROUTE)
-        require_addresses([text for text in (route.address, route.root) if text], 1)
+        require_addresses([text for text in (route.address, route.root, *route.interfaces) if text], 1)
         self._routes[node.node] = route
         answer.clock_offset_s = host_time - (sent_at + received_at) / 2
         answer.round_trip_s = received_at - sent_at
@@ -303,12 +304,20 @@ class _Collection:
             answer.interface = self._routes[node.node].interfaces.get(self._address(node.node), "")
 
     def _address(self, number: int) -> str:
-        """Return the address at which the other hosts reach a node's host; empty if there is none."""
+        """Return the address at which the ranks of other hosts connect to a node's host; empty if there is none.
+
+        Gloo is bound to the interface on the route, of which it takes the first address, IPv4 before IPv6: it may be
+        another one than that of the route. NCCL_SOCKET_FAMILY chooses between those of NCCL.
+        """
         if number not in self._routes:
             return ""
-        if number:
-            return self._routes[number].address
-        return next((route.root for index, route in self._routes.items() if index and route.root), "")
+        route = self._routes[number]
+        of_root = (each.root for index, each in self._routes.items() if index and each.root)
+        address = route.address if number else next(of_root, "")
+        if is_nccl(self._plan.backend):
+            return address
+        interface = route.interfaces.get(address)
+        return next((text for text, name in route.interfaces.items() if name == interface), address)
 
     def _close(self, node: PlannedNode) -> None:
         channel = self._channels[node.node]

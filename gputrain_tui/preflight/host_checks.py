@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -50,9 +50,11 @@ def check_hosts(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> li
     names = list(dict.fromkeys(answer.host for answer in answers if answer.facts is not None))
     if names:
         results.append(ok("hosts", f"{listed(names)} answered"))
-    results += _same_machine(answers)
+    second = _second_names(answers)
+    results += _same_machine(second)
     results += _differences(recipe, plan, answers)
-    results += _connections(plan, answers)
+    # A second name of a machine is a line of its own, and no connection: it looks for the way to itself.
+    results += _connections(plan, [answer for answer in answers if answer.node not in second])
     return [with_location(result, recipe) for result in results]
 
 
@@ -214,16 +216,22 @@ def _rendezvous(answer: HostAnswer) -> Iterator[CheckResult]:
 # --- comparison of hosts ---------------------------------------------------------------------------------------------
 
 
-def _same_machine(answers: Sequence[HostAnswer]) -> Iterator[CheckResult]:
+def _second_names(answers: Sequence[HostAnswer]) -> dict[int, tuple[HostAnswer, HostAnswer]]:
+    """Return the answers under another name of a machine that has answered before, each with that one, by node."""
     first: dict[str, HostAnswer] = {}
-    for answer in answers:
-        if answer.facts is None:
-            continue
-        other = first.setdefault(answer.facts.machine, answer)
-        if other.host != answer.host and not (other.is_local and answer.is_local):
-            what = f"it is the same machine as {'this one, ' if other.is_local else ''}{other.host}"
-            fix = f"write {other.host} in both nodes, or name another machine"
-            yield _error(answer, "hosts", what, fix, dotted(("cluster", "nodes", answer.node, "host")))
+    pairs = [(each, first.setdefault(each.facts.machine, each)) for each in answers if each.facts is not None]
+    return {
+        answer.node: (answer, other)
+        for answer, other in pairs
+        if other.host != answer.host and not (other.is_local and answer.is_local)
+    }
+
+
+def _same_machine(second: Mapping[int, tuple[HostAnswer, HostAnswer]]) -> Iterator[CheckResult]:
+    for answer, other in second.values():
+        what = f"it is the same machine as {'this one, ' if other.is_local else ''}{other.host}"
+        fix = f"write {other.host} in both nodes, or name another machine"
+        yield _error(answer, "hosts", what, fix, dotted(("cluster", "nodes", answer.node, "host")))
 
 
 def _differences(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> Iterator[CheckResult]:

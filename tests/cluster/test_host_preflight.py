@@ -443,6 +443,31 @@ def test_ways_ports_and_files_between_hosts_are_tried_before_anything_is_loaded(
     assert not list(lab.folder.glob(".gputrain-*"))
 
 
+@pytest.mark.skipif(shutil.which("nft") is None, reason="needs nft (nftables)")
+def test_the_address_that_the_ranks_will_take_is_tried_not_only_one_that_leads_to_a_host(lab: SshLab) -> None:
+    pair = lab.hosts[1:3]
+    files = {host: lab.folder / f"hosts.{host.name}" for host in pair}
+    before = {host: file.read_text() for host, file in files.items()}
+    try:
+        for host, other in (pair, pair[::-1]):
+            own = host.address.rpartition(".")[2]
+            host.run("ip", "address", "add", f"fd00::{own}/64", "dev", host.interface, "nodad")
+            files[host].write_text(f"{before[host]}fd00::{other.address.rpartition('.')[2]} {other.name}\n")
+            chain = "table ip only_ssh {\nchain received {\ntype filter hook input priority 0\n"
+            host.run("nft", f"{chain}iifname {host.interface} tcp dport != 22 drop\n}}\n}}")
+        code, found = check(lab, [host.name for host in pair])
+    finally:
+        for host in pair:
+            files[host].write_text(before[host])
+            host.run("nft", "delete", "table", "ip", "only_ssh", check=False)
+            host.run("ip", "address", "flush", "dev", host.interface, "scope", "global", "to", "fd00::/64", check=False)
+    assert code == 3
+    assert {host: [each["what"] for each in lines] for host, lines in found.items()} == {
+        host.name: [f"{host.name} cannot reach {other.name} at {other.address} (no answer within 4 s)"]
+        for host, other in (pair, pair[::-1])
+    }
+
+
 def test_missing_and_busy_gpus_of_a_host_are_reported_with_their_holder(lab: SshLab, tmp_path: Path) -> None:
     start_up(lab, "h2", f"export LD_LIBRARY_PATH={fake_driver(tmp_path)} {MACHINE}={tmp_path}/claims")
     nodes = ('{host="h1", cpu_ranks=1}', '{host="h2", gpus=2}', '{host="h3", gpus=1}')

@@ -773,6 +773,30 @@ def test_a_file_system_that_stands_still_for_longer_than_a_host_may_be_silent_en
 
 
 @pytest.mark.slow
+def test_a_host_whose_disk_stands_still_before_the_ranks_have_met_is_not_lost(
+    cluster: SshCluster, tmp_path: Path
+) -> None:
+    with own_file_system(cluster, tmp_path / "image") as disk:
+        env = f'env = {{ GPUTRAIN_HOME = "{disk}", PYTHONPATH = "{PYTHONPATH}" }}'
+        cluster.write("host_timeout = 5", join_timeout=LIMIT_S)
+        recipe_file = cluster.lab.folder / "recipe.toml"
+        recipe_file.write_text(recipe_file.read_text().replace('host = "h2"', f'host = "h2"\n{env}'))
+        command = cluster.start("run", "recipe.toml")
+        outside = Path(f"/proc/{cluster.h2.holder}/root{disk}")
+        wait_until(lambda: list(outside.glob("runs/*/agents/*/agent.json")), "h2's agent has started", [command])
+        cluster.h2.run("fsfreeze", "--freeze", disk)
+        try:
+            waits = lambda: [each for each in events(cluster.record, 0) if each["type"] == "joining"]  # noqa: E731
+            longer_s = 10.0  # than the run waits for a silent host, and than that host's agent waits for a beat
+            wait_until(lambda: waits() and waits()[-1]["waited_ms"] > 1e3 * longer_s, "rank 0 waits", [command])
+        finally:
+            cluster.h2.run("fsfreeze", "--unfreeze", disk)
+        output, _ = command.communicate(timeout=LIMIT_S)
+    assert command.returncode == 0, output
+    assert "the disk of its run directory stands still" in output
+
+
+@pytest.mark.slow
 def test_a_disk_of_another_host_that_becomes_read_only_is_told_while_the_run_goes_on(
     cluster: SshCluster, tmp_path: Path
 ) -> None:

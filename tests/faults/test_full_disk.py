@@ -7,6 +7,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -115,6 +116,28 @@ def test_a_full_disk_loses_the_record_only_and_is_reported(small_disk: Path, tmp
     assert last_checkpoint_step(tmp_path / "kept") == UPDATES
     assert list(run.dir.path.rglob("*.tmp")) == []
     assert "Traceback" not in err + run.dir.rank_log(0).read_text()
+
+
+def test_a_run_whose_directory_becomes_read_only_is_stopped_and_says_so(small_disk: Path, tmp_path: Path) -> None:
+    bench = Bench(small_disk)
+    process = bench.start(*run_arguments(bench.recipe(FOR_EVER), f"train.save_dir={tmp_path}/kept"))
+    run = bench.await_training()
+    until(run.dir.attempt.exists)
+    subprocess.run(["mount", "--bind", small_disk, small_disk], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", small_disk], check=True)
+        stop = bench.call("stop", "last")
+        _, err = process.communicate(timeout=LIMIT_S)
+        assert stop.stdout == (
+            f"{run.id} is stopped; its run directory cannot be written: Read-only file system; processes left: none\n"
+        ), stop.stderr + err + (run.dir.logs / "supervisor.log").read_text()
+        assert (stop.returncode, process.returncode) == (0, 130), stop.stderr + err
+        assert "no process of the run is left" in err
+        ended = r"^stopped in \S+ ?s?; the end of the record is missing: Read-only file system"
+        assert re.search(ended, err, re.MULTILINE), err
+        assert "its record cannot be written: Read-only file system" in bench.call("runs").stdout
+    finally:
+        subprocess.run(["umount", small_disk], check=True)
 
 
 SCRIPT_RECIPE = """\

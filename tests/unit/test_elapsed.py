@@ -4,16 +4,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from made_runs import NOON, make_run
+from made_runs import NOON, append_events, make_run, step
 
-from gputrain_tui.history.status_file import Status, elapsed_of
+from gputrain_tui.history.status_file import Status, elapsed_of, read_status
 from gputrain_tui.history.summary import summarize
 from gputrain_tui.lifecycle.attempt import AttemptResult
+from gputrain_tui.lifecycle.run_end import recorded_exit_code
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.state import RunState
 from gputrain_tui.state.elapsed import Pace
-from trainer.contract.record import RunEnded, TrainingPlan, decode_events
+from trainer.contract.record import RunEnded, TrainingPlan, decode_events, encode_event
 from trainer.host.boot import BootMoment
 
 PLAN = Plan(world_size=1, init_method=None, backend="gloo", launcher="local", nodes=[])
@@ -52,6 +53,18 @@ def test_without_a_measured_duration_the_wall_clock_counts_and_never_below_zero(
     assert elapsed_of(status, NOON + 9) == 9
     status.ended = NOON + 4
     assert elapsed_of(status, NOON + 9) == 4
+
+
+def test_an_end_that_its_supervisor_has_recorded_and_not_written_as_status_brings_its_figures(tmp_path: Path) -> None:
+    run = make_run(tmp_path, started=NOON, status="running")
+    for rank in range(2):
+        append_events(run.dir, rank, step(rank, 7))
+    ended = RunEnded(time=NOON + 9, status="finished", exit_code=0, elapsed_ms=9e3)
+    run.dir.run_events.write_bytes(encode_event(ended))
+    assert recorded_exit_code(run.dir, PLAN) == 0
+    status = read_status(run.dir)
+    assert status is not None
+    assert (status.status, status.elapsed_s, status.step, status.loss) == ("finished", 9.0, 7, 1.5)
 
 
 def test_the_pace_begins_anew_where_the_clock_was_set_back() -> None:

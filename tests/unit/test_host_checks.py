@@ -213,7 +213,7 @@ OWN = {"own_file": "/w/own.py", "own_code": "0a"}
             "copy the data to h2",
         ),
         (
-            {"facts": {"machine": "0"}},
+            {"facts": {"machine": "0"}, "lost": True, "unreachable": {0: "10.0.0.1 (Connection refused)"}},
             {},
             "error",
             "cluster.nodes[1].host",

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plans import plan_for
 
 from gputrain_tui.history.record_tail import newest_loss_of
+from gputrain_tui.lifecycle.node_process import NodeProcess
+from gputrain_tui.lifecycle.record_gap_watch import RecordGaps
 from gputrain_tui.state import RunState
 from gputrain_tui.state.record_gaps import gap_finding, is_news
 from trainer.contract.record import Finding, RunDir, RunEnded, Step, encode_event
@@ -172,3 +175,30 @@ def test_a_gap_without_dropped_steps_is_over_once_all_is_written(tmp_path: Path)
     found = read_unrecorded(path)
     assert found is not None
     assert (found.state, found.evidence["steps"]) == ("cleared", 0)
+
+
+class NodeOfHost(NodeProcess):
+    """The process of a node as its host answers, and nothing else."""
+
+    def __init__(self, node: int, host: str, unwritable: str = "") -> None:
+        super().__init__(node, host, None)
+        self.unwritable = unwritable
+
+    def fileno(self) -> int:
+        raise NotImplementedError
+
+    poll = stop = kill = close = fileno  # type: ignore[assignment]
+
+
+def test_a_read_only_disk_is_over_with_its_attempt_and_no_other_host_is_named(tmp_path: Path) -> None:
+    nodes = ['host = "h1"\ncpu_ranks = 1', 'host = "h2"\ncpu_ranks = 1']
+    gaps = RecordGaps(RunDir(tmp_path), plan_for(*nodes))
+    first, error = NodeOfHost(0, "h1"), "Read-only file system"
+    (raised,) = gaps.check_hosts([first, NodeOfHost(1, "h2", error)])
+    gaps.change_plan(plan_for(nodes[0], nodes[1].replace("h2", "h3")))
+    (over,) = gaps.begin_attempt()
+    assert (over.state, over.host, over.rank) == ("cleared", "h2", 1)
+    assert over.message == f"{raised.message}, until its attempt ended"
+    assert gaps.check_hosts([first, NodeOfHost(1, "h3")]) == gaps.standing() == []
+    (anew,) = gaps.check_hosts([first, NodeOfHost(1, "h3", error)])
+    assert (anew.state, anew.message) == ("raised", f"h3's record ends at step 0: {error}")

@@ -146,7 +146,7 @@ class Saving:
             why,
             severity="critical",
             step=step,
-            advice="free space in the checkpoint folder, and do not move or delete it; the training goes on and "
+            advice="the checkpoint folder must be there, be writable and have free space; the training goes on and "
             "tries the next checkpoint",
         )
 

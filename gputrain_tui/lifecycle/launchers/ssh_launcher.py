@@ -7,6 +7,7 @@ is opened again; host agent and node continue meanwhile. Nodes on this machine a
 from __future__ import annotations
 
 import errno
+import math
 import os
 import random
 import secrets
@@ -24,7 +25,7 @@ from gputrain_tui.history.recorded_recipe import recorded_table
 from gputrain_tui.hosts.host_agent import HOME, LEAVE_S, TOKEN
 from gputrain_tui.hosts.host_channel import HostChannel, HostError, HostRefusedError, decoded
 from gputrain_tui.hosts.host_names import is_local
-from gputrain_tui.hosts.host_session import is_of_node, replaced_files
+from gputrain_tui.hosts.host_session import DISK_STANDS, is_of_node, replaced_files
 from gputrain_tui.hosts.local_facts import local_facts
 from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.lifecycle.attempt_outcome import disk_is_full
@@ -208,6 +209,8 @@ class SshProcess(NodeProcess):
         self._stack_request = read_stack_request(run_dir)
         self._give_up_at = float("inf")
         self._heard_at = time.monotonic()
+        self._stood_at = -math.inf
+        """When its host said last that its disk stands still, monotonic seconds."""
         self._code: int | None = None
         self._unwritten: set[str] = set()
         """Files that could not be written here; skipped until the next connection."""
@@ -247,6 +250,9 @@ class SshProcess(NodeProcess):
 
     def silent_s(self) -> float:
         return time.monotonic() - self._heard_at
+
+    def lost_s(self) -> float:
+        return time.monotonic() - max(self._heard_at, self._stood_at)
 
     def count_silence_anew(self) -> None:
         self._heard_at = time.monotonic()
@@ -324,6 +330,9 @@ class SshProcess(NodeProcess):
                 beat_at = now + BEAT_S
                 beat = channel.send("beat")
             for arrived in channel.frames(BEAT_S / 2, self._wake_event):
+                if arrived.kind == DISK_STANDS:
+                    self._stood_at = time.monotonic()
+                    continue
                 self._heard_at = time.monotonic()
                 if arrived.call == beat:
                     self.unwritable = decoded(arrived, BEAT_ANSWER)
