@@ -11,7 +11,15 @@ from gputrain_tui.headless.number_text import further_rates, loss_text, number, 
 from gputrain_tui.headless.progress import Piece, event_line, paint
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.figures import noise_text, run_throughput
-from gputrain_tui.state.finding_text import NO_LOSS, NO_STEPS, failure_words, is_cause, restarts_text, run_mark
+from gputrain_tui.state.finding_text import (
+    NO_LOSS,
+    NO_SAMPLES,
+    NO_STEPS,
+    failure_words,
+    is_cause,
+    restarts_text,
+    run_mark,
+)
 from gputrain_tui.state.job_queue import jobs_text
 from gputrain_tui.state.newest_metrics import validated_metrics
 from gputrain_tui.state.share_changes import change_text
@@ -159,10 +167,11 @@ def _unseen(state: RunState) -> list[str]:
     totals = [view.totals for view in state.ranks.values() if view.totals.steps]
     unseen = []
     if totals and not any(sums.counts_samples for sums in totals):
-        unseen.append(
+        reasons = [each.message for each in state.past_findings if each.cause == NO_SAMPLES] or [
             "samples: no batch was seen whose tensors have one leading dimension; if a step calls several models, only "
             "those of a DataLoader are"
-        )
+        ]
+        unseen.append(reasons[0])
     if totals and all(sums.whole_steps and sums.share("data") is None for sums in totals):
         unseen.append("the wait for data: it comes from no torch DataLoader (trainer.watch times any: watched.batches)")
     if totals and not any(sums.loss_steps for sums in totals):
