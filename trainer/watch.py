@@ -164,7 +164,7 @@ class Watched:
         if error is None:
             self._tracker.check_last_step()
             self._tracker.write_checksum()
-        self._tracker.report_unseen_loss("none was given to watched.report (loss=…, before the optimizer's step)")
+        self._tracker.report_unseen(loss="none was given to watched.report (loss=…, before the optimizer's step)")
         self._tracker.meter.close()
         ended_well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         if error is not None and not ended_well and self._records_states:

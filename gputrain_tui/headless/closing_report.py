@@ -13,6 +13,7 @@ from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.figures import noise_text, run_throughput
 from gputrain_tui.state.finding_text import (
     NO_LOSS,
+    NO_SAMPLES,
     NO_STEPS,
     failure_step,
     failure_words,
@@ -167,10 +168,11 @@ def _unseen(state: RunState) -> list[str]:
     totals = [view.totals for view in state.ranks.values() if view.totals.steps]
     unseen = []
     if totals and not any(sums.counts_samples for sums in totals):
-        unseen.append(
+        reasons = [each.message for each in state.past_findings if each.cause == NO_SAMPLES] or [
             "samples: no batch was seen whose tensors have one leading dimension; if a step calls several models, only "
             "those of a DataLoader are"
-        )
+        ]
+        unseen.append(reasons[0])
     if totals and all(sums.whole_steps and sums.share("data") is None for sums in totals):
         unseen.append("the wait for data: it comes from no torch DataLoader (trainer.watch times any: watched.batches)")
     if totals and not any(sums.loss_steps for sums in totals):

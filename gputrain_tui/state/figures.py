@@ -231,7 +231,8 @@ def run_throughput(views: Iterable[RankView]) -> Throughput:
 def _throughput(ranks: Sequence[tuple[RankView, Totals]]) -> Throughput:
     """Return the rates of ranks, each with its sums; the utilization only since the last start: GPUs may change."""
     stepping = [(view, sums) for view, sums in ranks if sums.step_ms > 0]
-    tokens = [sums.tokens_per_s for _, sums in stepping]
+    counted = [(sums.samples_per_s, sums.tokens_per_s) for _, sums in stepping]
+    tokens = [each for samples, each in counted if samples is not None or each is not None]
     used = [(view, sums.since(view.totals_at_start) if sums is view.totals else sums) for view, sums in stepping]
     return Throughput(
         stepping_s=sum(sums.step_ms for _, sums in stepping) / len(stepping) / 1e3 if stepping else 0.0,

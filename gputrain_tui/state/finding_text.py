@@ -64,8 +64,8 @@ WORDS = {
     "checkpoint_lost": "a checkpoint was not written",
 }
 """Texts of kinds of findings, where the identifier does not read well."""
-NO_STEPS, NO_LOSS = "no_steps", "no_loss"
-"""Causes of ``not_measured``: no step of a script is seen, or no loss of its steps."""
+NO_STEPS, NO_LOSS, NO_SAMPLES = "no_steps", "no_loss", "no_samples"
+"""Causes of ``not_measured``: no step of a script is seen, or no loss or no samples of its steps."""
 HOST_KINDS = ("cpu_contention", "gpu_throttled", "host_silent")
 """Kinds of findings about a host; their rank is the host's first one."""
 

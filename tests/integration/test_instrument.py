@@ -618,6 +618,55 @@ def accumulating_without_wrapper(rank: int, steps: int) -> tuple[list[nn.Module]
     return [model], []
 
 
+def adversarial_without_wrapper(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    generator, discriminator = nn.Linear(4, 4), net()
+    of_generator, of_discriminator = sgd(generator), sgd(discriminator)
+    for (batch,) in loader(rank, steps):
+        of_discriminator.zero_grad()
+        discriminator(batch).mean().backward()
+        discriminator(generator(batch).detach()).mean().neg().backward()
+        of_discriminator.step()
+        of_generator.zero_grad()
+        discriminator(generator(batch)).mean().backward()
+        of_generator.step()
+    return [generator, discriminator], []
+
+
+def fetching_ahead(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """The next batch is fetched between the backward pass and the optimizer's step."""
+    model = net()
+    optimizer = sgd(model)
+    batches = iter(loader(rank, steps))
+    batch = next(batches, None)
+    while batch is not None:
+        model(batch[0]).square().mean().backward()
+        batch = next(batches, None)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model], []
+
+
+def minibatches_of_a_batch(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """Four steps with each batch that is fetched: twice with each half of it."""
+    model = net()
+    optimizer = sgd(model)
+    for (batch,) in loader(rank, steps):
+        for half in (*batch.split(BATCH // 2), *batch.split(BATCH // 2)):
+            train(model, optimizer, half)
+    return [model], []
+
+
+def two_loaders(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """Batches of two loaders in each step, for parts that have a module each."""
+    one, other = net(), net()
+    optimizer = sgd(nn.ModuleList([one, other]))
+    for (first,), (second,) in zip(loader(rank, steps), loader(rank, steps), strict=True):
+        (one(first).mean() + other(second).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [one, other], []
+
+
 @pytest.mark.parametrize(
     ("loop", "by_rank"),
     [
@@ -625,6 +674,11 @@ def accumulating_without_wrapper(rank: int, steps: int) -> tuple[list[nn.Module]
         (embedding_before_the_model, (STEPS * BATCH, STEPS * BATCH)),
         (pipeline, (None, STEPS * BATCH)),
         (accumulating_without_wrapper, (3 * STEPS * BATCH, 3 * STEPS * BATCH)),
+        (adversarial, (STEPS * BATCH, STEPS * BATCH)),
+        (adversarial_without_wrapper, (STEPS * BATCH, STEPS * BATCH)),
+        (fetching_ahead, (STEPS * BATCH, STEPS * BATCH)),
+        (minibatches_of_a_batch, (2 * STEPS * BATCH, 2 * STEPS * BATCH)),
+        (two_loaders, (2 * STEPS * BATCH, 2 * STEPS * BATCH)),
     ],
 )
 def test_a_sample_counts_once_whatever_the_number_of_models(

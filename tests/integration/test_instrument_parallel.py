@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,15 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.nn.functional import all_reduce
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer.contract.record import Step, decode_events
+from trainer.contract.record import Finding, Step, decode_events
 from trainer.telemetry import instrument
 
 BATCH = 8
@@ -354,35 +357,125 @@ def test_phases_loss_and_samples_of_a_loop_are_on_record_and_its_results_are_its
             assert (_mean(events, "forward_ms") or 0.0) >= OWN_CODE_MS
 
 
-def pipelined(rank: int, steps: int, *, scales: bool) -> tuple[nn.Module, list[float]]:
-    """A pipeline of one stage: the mean of its four micro-batches' losses trains, or their sum."""
-    groups = [dist.new_group([member]) for member in range(2)]
-    model = nn.Linear(4, 1)
-    stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=groups[rank])
-    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss, scale_grads=scales)
+class DividedNet(nn.Module):
+    """Each rank has a half of the hidden layer, and the ranks sum their outputs: tensor parallelism by hand."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = all_reduce(self.down(torch.tanh(self.up(x))), group=self.group)
+        return y
+
+
+class RingNet(Net):
+    """Each rank has a part of each sample, and sends it to the next one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank, received = dist.get_rank(), torch.empty_like(x)
+        sending = dist.isend(x.contiguous(), 1 - rank)
+        dist.recv(received, 1 - rank)
+        sending.wait()
+        return super().forward(x + received)
+
+
+def shared_batches(rank: int, steps: int, *, kind: str) -> tuple[nn.Module, list[float]]:
+    """Both ranks train on the same batches; some make a mesh whose dimensions have names."""
+    alone = [dist.new_group([member]) for member in range(2)][rank]
+    if kind == "attention in a ring":
+        model: nn.Module = DDP(RingNet())
+    elif kind == "a group without a name":
+        model = DividedNet(dist.new_group([0, 1]))
+    elif kind == "replicas of a part":
+        model = DDP(nn.Linear(4, 1), process_group=alone)
+    else:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))["tp"]
+        if kind == "parallelize_module":
+            model = parallelize_module(Block(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        else:
+            model = DividedNet(mesh.get_group())
+            model = DDP(model, process_group=alone) if kind == "replicas of a named part" else model
     optimizer = sgd(model)
-    expected = []
-    for batch in batches(rank, steps):
+    return model, [train(model, optimizer, batch) for (batch,) in loader(0, steps)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "unknown"),
+    [
+        ("parallelize_module", None),
+        ("a named dimension", None),
+        ("replicas of a named part", None),
+        ("a group without a name", "samples: the model computes with data of other ranks in its forward pass"),
+        ("attention in a ring", "samples: the model computes with data of other ranks in its forward pass"),
+        ("replicas of a part", "samples: gradients are averaged over 1 of 2 ranks"),
+    ],
+)
+def test_samples_that_ranks_share_count_once_or_are_unknown(
+    gang: Gang, tmp_path: Path, kind: str, unknown: str | None
+) -> None:
+    loop = functools.partial(shared_batches, kind=kind)
+    measured, alone = gang.run(_run, str(tmp_path), loop, 5), gang.run(_run, None, loop, 5)
+    for rank, ((parameters, _), (theirs, _)) in enumerate(zip(measured, alone, strict=True)):
+        assert all(torch.equal(one, other) for one, other in zip(parameters, theirs, strict=True))
+        events = _steps(tmp_path, rank)
+        known = rank == 0 and unknown is None
+        assert [event.samples for event in events] == [BATCH * event.steps if known else None for event in events]
+        found = decode_events((tmp_path / f"{rank}.ndjson").read_bytes())
+        messages = [event.message for event in found if isinstance(event, Finding)]
+        assert messages == ([] if unknown is None else [unknown])
+
+
+def pipelined(rank: int, steps: int, *, schedule: str, scales: bool = True) -> tuple[nn.Module, list[float | None]]:
+    """Two ranks with a stage or two each: the mean of the four micro-batches' losses trains, or their sum."""
+    torch_schedule = get_schedule_class(schedule)
+    several = issubclass(torch_schedule, PipelineScheduleMulti)
+    count = 4 if several else 2
+    numbers = [rank, 3 - rank if schedule == "ZBVZeroBubble" else 2 + rank] if several else [rank]
+    models = {number: nn.Linear(4, 1 if number == count - 1 else 4) for number in numbers}
+    stages = []
+    for number, model in models.items():
+        inputs = torch.empty(2, 4, requires_grad=number > 0)
+        outputs = torch.empty(2, model.out_features, requires_grad=True)
+        stages.append(PipelineStage(model, number, count, torch.device("cpu"), input_args=inputs, output_args=outputs))
+    pipeline = torch_schedule(stages if several else stages[0], 4, loss_fn=nn.functional.mse_loss, scale_grads=scales)
+    optimizer = sgd(nn.ModuleList(models.values()))
+    expected: list[float | None] = []
+    for (batch,) in loader(0, steps):
         losses: list[Tensor] = []
-        schedule.step(batch, target=batch.sum(1, keepdim=True), losses=losses)
-        expected.append(sum(loss.item() for loss in losses) / (len(losses) if scales else 1))
+        given = [batch] if 0 in numbers else []
+        pipeline.step(*given, target=batch.sum(1, keepdim=True), losses=losses)
+        is_last = count - 1 in numbers
+        expected.append(sum(loss.item() for loss in losses) / (4 if scales else 1) if is_last else None)
         optimizer.step()
         optimizer.zero_grad()
-    return model, expected
+    return nn.ModuleList(models.values()), expected
 
 
-def pipelined_with_a_mean(rank: int, steps: int) -> tuple[nn.Module, list[float]]:
-    return pipelined(rank, steps, scales=True)
-
-
-def pipelined_with_a_sum(rank: int, steps: int) -> tuple[nn.Module, list[float]]:
-    return pipelined(rank, steps, scales=False)
-
-
-@pytest.mark.parametrize("loop", [pipelined_with_a_mean, pipelined_with_a_sum])
-def test_the_loss_of_a_pipeline_of_torch_is_that_which_trains(gang: Gang, tmp_path: Path, loop: Loop) -> None:
-    measured, alone = gang.run(_run, str(tmp_path), loop, STEPS), gang.run(_run, None, loop, STEPS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "GPipe"},
+        {"schedule": "GPipe", "scales": False},
+        {"schedule": "1F1B"},
+        {"schedule": "Interleaved1F1B"},
+        {"schedule": "InterleavedZeroBubble"},
+        {"schedule": "ZBVZeroBubble"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_the_rank_of_a_pipelines_last_stage_counts_whole_batches_and_has_the_loss_that_trains(
+    gang: Gang, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    loop = functools.partial(pipelined, **options)
+    measured, alone = gang.run(_run, str(tmp_path), loop, 5), gang.run(_run, None, loop, 5)
     for rank, ((parameters, losses), (theirs, _)) in enumerate(zip(measured, alone, strict=True)):
         assert all(torch.equal(one, other) for one, other in zip(parameters, theirs, strict=True))
         events = _steps(tmp_path, rank)
-        assert [loss for event in events for loss in (event.losses or [event.loss])] == pytest.approx(losses, rel=1e-5)
+        recorded = [loss for event in events for loss in (event.losses or [event.loss] * event.steps)]
+        assert recorded == (losses if None in losses else pytest.approx(losses, rel=1e-5))
+        assert [event.samples for event in events] == [None if None in losses else BATCH * e.steps for e in events]
+        assert (_mean(events, "forward_ms") or 0.0) > 0.0
+        assert (_mean(events, "backward_ms") or 0.0) > 0.0
+        assert not [line for line in (tmp_path / f"{rank}.ndjson").read_bytes().splitlines() if b"no_loss" in line]

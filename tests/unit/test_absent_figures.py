@@ -72,6 +72,15 @@ def test_without_samples_every_face_has_steps_a_second_and_no_number_that_was_no
     assert "not seen   the wait for data: it comes from no torch DataLoader" in text
 
 
+def test_the_closing_report_has_the_reason_that_a_rank_gives_for_unknown_samples() -> None:
+    state = state_of(None, None)
+    why = "samples: gradients are averaged over 1 of 2 ranks"
+    state.apply(Finding(time=105.0, kind="not_measured", severity="info", rank=1, cause="no_samples", message=why))
+    *_, closing = faces(state)
+    assert f"not seen   {why}" in closing
+    assert "no batch was seen" not in closing
+
+
 def test_with_samples_no_face_has_steps_a_second() -> None:
     for text in faces(state_of(8, 8)):
         assert "steps/s" not in text, text

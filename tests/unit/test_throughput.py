@@ -88,6 +88,13 @@ def test_tokens_per_second_are_of_the_steps_that_count_them_and_of_all_ranks() -
     assert one_sided.figures.tokens_per_s is None
 
 
+def test_a_rank_that_leaves_its_samples_to_another_one_takes_no_part_in_tokens_per_second() -> None:
+    found = RunState(world_size=2)
+    for rank, known in enumerate(({}, {"samples": None, "tokens": None})):
+        found.apply_all(a_step(rank, number, **known) for number in range(1, 4))
+    assert found.figures.tokens_per_s == pytest.approx(8000)
+
+
 def test_before_a_step_there_are_no_rates() -> None:
     found = RunState(world_size=2)
     found.apply_all([flops_of(0, H100), flops_of(1, H100)])

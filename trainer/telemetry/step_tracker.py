@@ -230,19 +230,23 @@ class StepTracker:
             )
         )
 
-    def report_unseen_loss(self, why: str) -> None:
-        """Record, after the last step, that the loss of no step is known, and why; nothing without a reason."""
-        if why and not self._has_loss and self.step > self._first_step:
-            self._writer.write(
-                Finding(
-                    time=time.time(),
-                    kind="not_measured",
-                    severity="info",
-                    rank=self._rank,
-                    cause="no_loss",
-                    message=f"the loss: {why}",
+    def report_unseen(self, *, loss: str, samples: str = "") -> None:
+        """Record, after the last step, that loss or samples of no step are known, and why; nothing without a reason."""
+        for cause, name, why, is_known in (
+            ("no_loss", "the loss", loss, self._has_loss),
+            ("no_samples", "samples", samples, self._counts_samples),
+        ):
+            if why and not is_known and self.step > self._first_step:
+                self._writer.write(
+                    Finding(
+                        time=time.time(),
+                        kind="not_measured",
+                        severity="info",
+                        rank=self._rank,
+                        cause=cause,
+                        message=f"{name}: {why}",
+                    )
                 )
-            )
 
     def discard(self) -> None:
         """Drop the step, because its optimizer step was left out, and start the next one."""

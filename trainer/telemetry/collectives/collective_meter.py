@@ -120,6 +120,12 @@ class CollectiveMeter:
         """Whether the step has sent to a single rank or received from one, as the stages of a pipeline do."""
         return any(call.operation in ("send", "recv") for call in self._step.calls)
 
+    @property
+    def operations_of_phase(self) -> list[str]:
+        """Operations that the step has called since its last phase was complete."""
+        complete = len(self._phases)
+        return [call.operation for call in self._step.calls if call.interval == complete]
+
     def exclude(self, phases: int) -> None:
         """Drop the collectives after the first ``phases`` phases of the step."""
         step = self._step

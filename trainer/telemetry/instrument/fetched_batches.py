@@ -25,15 +25,19 @@ class FetchedBatches:
 
     def __init__(self) -> None:
         self.size: BatchSize = (0, None)
-        """Samples and tokens of the step so far."""
-        self.are_counted = False
-        """Whether the size of any batch was added."""
-        self._first: BatchSize = (0, None)
-        """Size of the last batch before the training began, with which it begins; zero after the first step."""
+        """Samples and tokens of the step, of the batches that came before its last backward pass."""
+        self._are_counted = False
+        """Whether batches tell the size of a step: any has come since the training began, or several came before."""
+        self._are_shared = False
+        """Whether a step was made without a new batch: several share one, or have come from elsewhere."""
+        self._following: dict[ref[Any], BatchSize] = {}
+        """Size of the batches since the last backward pass, by iterator: those of the next one."""
         self._leftover: tuple[BatchSize, BatchSize] | None = None
         """Size of the step so far, of the model's calls and of the batches, where an epoch ended within the step."""
         self._drops_leftover = False
         """Whether the gradients from before the epoch's end were set to zero."""
+        self._has_ended = False
+        """Whether an iterator ended in the step: a script that fetches ahead has its last batches by then."""
         self._fetched: set[ref[Any]] = set()
         """Data iterators that have given a batch since the model was last trained."""
         self._trained: set[ref[Any]] = set()
@@ -48,19 +52,34 @@ class FetchedBatches:
         return evaluated
 
     def add(self, iterator: Any, batch: Any | None) -> None:
-        self._fetched.add(ref(iterator))
+        this = ref(iterator)
+        self._fetched.add(this)
         if batch is not None:
-            self.are_counted = True
-            self.size = plus(plus(self.size, self._first), size_of(batch))
-            self._first = (0, None)
+            self._are_counted = True
+            self._following[this] = plus(self._following.get(this, (0, None)), size_of(batch))
 
-    def await_training(self, batch: Any) -> None:
-        """Note a batch from before the training, which is the first one trained on if no other comes."""
-        self._first = size_of(batch)
+    def await_training(self, iterator: Any, batch: Any) -> None:
+        """Note a batch from before the training, which begins with the newest one of each iterator."""
+        this = ref(iterator)
+        self._following = {each: size for each, size in self._following.items() if each() not in (None, iterator)}
+        self._following[this] = size_of(batch)
 
     def begin_step(self) -> None:
-        self.size = self._first = (0, None)
-        self._leftover, self._drops_leftover = None, False
+        self.size = (0, None)
+        self._leftover, self._drops_leftover, self._has_ended = None, False, False
+
+    def end_step(self, called: BatchSize | None) -> BatchSize:
+        """Return the size of the step; ``called``: that of the model's calls, None where these are not all known.
+
+        Its samples are None where neither calls nor batches tell them.
+        """
+        if called is not None and not self.size[0] and not self._has_ended:
+            self._are_shared = True
+        if self.size[0] and (called is None or (self._are_counted and not self._are_shared)):
+            return self.size
+        if called is not None:
+            return called
+        return self.size if self._are_counted else (None, None)
 
     def end_epoch(self, called: BatchSize) -> None:
         """End an epoch within a step: fewer passes were left than a step takes; ``called``: size of these calls."""
@@ -72,8 +91,13 @@ class FetchedBatches:
             groups = [{"params": owner.parameters()}] if isinstance(owner, nn.Module) else owner.param_groups
             self._drops_leftover |= any(each.grad is not None for group in groups for each in group["params"])
 
-    def drop_leftover(self, called: BatchSize) -> BatchSize | None:
-        """Begin a backward pass; return the size of the step's calls without what trains nothing, None if all does."""
+    def begin_backward(self, called: BatchSize) -> BatchSize | None:
+        """Return the size of the step's calls without what trains nothing, None if all does."""
+        # A call has the batch of one iterator; else in the first step it is known better than the batch of before it.
+        self._are_counted |= len(self._following) > 1
+        for size in self._following.values():
+            self.size = plus(self.size, size)
+        self._following.clear()
         leftover, drops = self._leftover, self._drops_leftover
         self._leftover, self._drops_leftover = None, False
         if leftover is None or not drops:
@@ -84,10 +108,17 @@ class FetchedBatches:
     def end(self, iterator: Any) -> bool:
         """Forget an iterator at its end; return whether its batches were an evaluation's."""
         this = ref(iterator)
+        self._has_ended = True
         evaluated = this in self._fetched and this not in self._trained
+        if evaluated:
+            self._following.pop(this, None)
         self._trained.discard(this)
         self._fetched.discard(this)
         return evaluated
+
+    def end_untrained(self, iterator: Any) -> None:
+        """Forget an iterator that has ended before the training began."""
+        self._following.pop(ref(iterator), None)
 
     def train(self) -> bool:
         """Record that the model is trained on the batches; return whether one is of a new iterator: an epoch begins."""

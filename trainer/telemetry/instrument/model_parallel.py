@@ -2,59 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from trainer.telemetry.instrument.fetched_batches import BatchSize, plus, size_of
+
+SAME_SAMPLES = ("tp", "cp", "sp")
+"""Names of the dimensions of a DeviceMesh whose ranks have the same samples: tensor, context and sequence parallelism,
+as torch's own examples call them."""
+
 
 class ModelParallelism:
-    """Which mesh dimensions are of data parallelism, and whether this rank's batches are another one's too."""
+    """Which ranks train on this rank's samples, as far as is told.
+
+    Ranks have the same samples if a parameter, a DTensor, is sharded over them, as in tensor parallelism, or if their
+    dimension of a DeviceMesh has one of the names above; those that average gradients have samples of their own.
+    """
 
     def __init__(self) -> None:
-        self._data_dimensions: set[str] = set()
-        """Names of the mesh dimensions over which FSDP2 shards or replicates; empty for a mesh without names."""
-        self._repeating: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+        self.pipelined: BatchSize | None = None
+        """Size of the step's micro-batches so far in a pipeline of torch, none but on the rank of its last stage; None
+        without such a pipeline."""
+        self.unknown = ""
+        """Why it is not known which ranks have the same samples; empty if it is."""
+        self._data_ranks: set[int] = set()
+        """Ranks with which this one averages gradients, by DDP or FSDP2."""
+        self._named: set[tuple[int, ...]] = set()
+        """Ranks of each dimension with one of the names above, ascending."""
+        self._sharing: WeakKeyDictionary[Optimizer, set[tuple[int, ...]]] = WeakKeyDictionary()
+        """Those over which an optimizer's parameters are sharded, other than for data parallelism."""
+        self._exchanges = False
+        """Whether the model of this rank computes with what other ranks send in its forward pass."""
+
+    def note_mesh(self, mesh: Any) -> None:
+        place = mesh.get_coordinate()
+        for dimension, name in enumerate(mesh.mesh_dim_names or ()):
+            if place is not None and name in SAME_SAMPLES and mesh.mesh.shape[dimension] > 1:
+                across = [slice(None) if each == dimension else index for each, index in enumerate(place)]
+                self._named.add(tuple(sorted(mesh.mesh[tuple(across)].tolist())))
 
     def note_sharding(self, state: Any) -> None:
-        """Note over which dimensions FSDP2 shards parameters, by the state of its root."""
-        if self._data_dimensions:
+        """Note over which ranks FSDP2 shards or replicates parameters, by the state of its root."""
+        if self._data_ranks:
             return
         for each in state._state_ctx.all_states:
             # There is one group before torch 2.12.
             groups = getattr(each, "_fsdp_param_groups", None) or [each._fsdp_param_group]
             for group in groups:
                 if group is not None:
-                    self._data_dimensions.update(group.mesh_info.mesh.mesh_dim_names or ("",))
+                    self._data_ranks.update(group.mesh_info.mesh.mesh.flatten().tolist())
 
-    def repeats_batches(self, optimizer: Optimizer) -> bool:
-        """Return whether another rank, with parts of the same parameters, counts this rank's batches.
+    def note_replicas(self, model: DistributedDataParallel) -> None:
+        if not self._data_ranks:
+            self._data_ranks.update(dist.get_process_group_ranks(model.process_group))
 
-        That is so where a parameter, a DTensor, is sharded over a mesh dimension other than those of data parallelism,
-        as in tensor parallelism, and this rank is not the first one of that dimension.
+    def note_exchange(self, operations: Sequence[str], *, is_wrapped: bool) -> None:
+        """Note the collectives in a forward pass: attention in a ring sends, tensor parallelism by hand sums.
+
+        Within a wrapper, layers such as codebooks sum over ranks with samples of their own.
         """
-        repeats = self._repeating.get(optimizer)
-        if repeats is None:
-            repeats = self._repeating[optimizer] = _repeats(optimizer, self._data_dimensions)
-        return repeats
+        self._exchanges |= "send" in operations
+        self._exchanges |= not is_wrapped and not {"all_reduce", "reduce_scatter"}.isdisjoint(operations)
+
+    def add_micro_batch(self, stage: Any, targets: Any, index: int) -> None:
+        """Add the micro-batch of this index, whose forward pass through a pipeline's stage is done."""
+        size: BatchSize = 0, None
+        if stage.is_last:
+            samples = size_of(stage.fwd_cache[index][1][:1])[0]
+            of_target, tokens = size_of(targets[index])
+            # A target may have one dimension for samples and tokens; otherwise these samples are none.
+            if samples and of_target and of_target % samples:
+                samples = None
+            size = samples, tokens if of_target == samples else None
+        self.pipelined = plus(self.pipelined or (0, None), size)
+
+    def counts_samples(self, optimizer: Optimizer, *, sends: bool) -> bool:
+        """Return whether this rank counts the samples of its step: not if another one does, or if that is not known.
+
+        ``sends``: Whether the step has sent to a single rank or received from one, as in a pipeline.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            return True
+        sharing = self._sharing.get(optimizer)
+        if sharing is None:
+            sharing = self._sharing[optimizer] = _sharing_ranks(optimizer, self._data_ranks)
+        told = sharing | self._named
+        rank, world_size, averaging = dist.get_rank(), dist.get_world_size(), len(self._data_ranks)
+        self.unknown = ""
+        if self._exchanges and not told:
+            self.unknown = "the model computes with data of other ranks in its forward pass"
+        elif 0 < averaging * prod(map(len, told)) < world_size and not sends:
+            self.unknown = f"gradients are averaged over {averaging} of {world_size} ranks"
+        return not self.unknown and all(rank == ranks[0] for ranks in told)
 
 
-def _repeats(optimizer: Optimizer, data_dimensions: Set[str]) -> bool:
+def _sharing_ranks(optimizer: Optimizer, data_ranks: Set[int]) -> set[tuple[int, ...]]:
+    """Return the ranks, ascending, of each mesh dimension over which parameters are sharded but no data is."""
+    sharing: set[tuple[int, ...]] = set()
+    known: set[tuple[int, int]] = set()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             mesh: Any = getattr(parameter, "device_mesh", None)
-            if mesh is None:
-                continue  # no DTensor
-            names = mesh.mesh_dim_names or [""] * mesh.ndim
-            place = mesh.get_coordinate() or [0] * mesh.ndim
-            for name, index, placement in zip(names, place, parameter.placements, strict=True):
-                if name not in data_dimensions and index and not placement.is_replicate():
-                    return True
-    return False
+            if mesh is None or mesh.get_coordinate() is None:
+                continue  # no DTensor, or one of other ranks
+            for dimension, placement in enumerate(parameter.placements):
+                if placement.is_replicate() or (id(mesh), dimension) in known:
+                    continue
+                known.add((id(mesh), dimension))
+                ranks = sorted(dist.get_process_group_ranks(mesh.get_group(dimension)))
+                # Experts are sharded over ranks with samples of their own.
+                if len(ranks) > 1 and data_ranks.isdisjoint({*ranks} - {dist.get_rank()}):
+                    sharing.add(tuple(ranks))
+    return sharing
 
 
 def is_trained(model: nn.Module) -> bool:

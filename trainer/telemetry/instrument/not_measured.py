@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Literal
 
 from trainer.contract.record import Finding
@@ -12,6 +13,36 @@ UNSEEN_AFTER = 100
 """Backward passes without any optimizer's step, or such steps without a backward pass, after which the record says so;
 a script that accumulates over more of them is measured from its first step on."""
 OF_TORCH = "let an optimizer of your own inherit from torch.optim.Optimizer"
+
+
+class UnseenSteps:
+    """Reports once that no step is seen, and that one is after all.
+
+    Args:
+        rank: In the findings.
+        write: Writes an event into the rank's record.
+    """
+
+    def __init__(self, rank: int, write: Callable[[Finding], object]) -> None:
+        self.optimizer_steps = 0
+        """Since the last step that was measured."""
+        self.are_reported = False
+        self._rank = rank
+        self._write = write
+
+    def report(self, optimizer_steps: int, *, backward: bool, earlier: bool, at_end: bool) -> None:
+        found = unseen_steps(self._rank, optimizer_steps, backward=backward, earlier=earlier, at_end=at_end)
+        if not self.are_reported:
+            print_line(f"{found.message}; {found.advice}")
+        self.are_reported = True
+        self._write(found)
+
+    def end_step(self) -> None:
+        """A step was measured."""
+        self.optimizer_steps = 0
+        if self.are_reported:
+            self.are_reported = False
+            self._write(not_measured(self._rank, "", state="cleared"))
 
 
 def unseen_steps(rank: int, optimizer_steps: int, *, backward: bool, earlier: bool, at_end: bool) -> Finding:

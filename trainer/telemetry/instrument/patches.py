@@ -82,6 +82,12 @@ def _patch(recording: Recording, module: str, name: str, wrap: Wrap) -> None:
     leave_uncompiled(wrapper, callees=False)
 
 
+@guarded
+def _note(_recording: Recording, note: Callable[..., object], *arguments: Any) -> None:
+    """Call a method of a part of the recording, guarded as its own are."""
+    note(*arguments)
+
+
 # ------------------------------------------------------------------------------------------------------- the wrappers
 
 
@@ -106,7 +112,7 @@ def _post_forward(recording: Recording, original: Callable[..., Any]) -> Callabl
 
 def _register_comm_hook(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, state: object, hook: Any) -> None:
-        recording.register_comm_hook(original, self, state, hook)
+        recording.models.register_comm_hook(original, self, state, hook, on=recording.on)
 
     return wrapper
 
@@ -118,6 +124,24 @@ def _backward(recording: Recording, original: Callable[..., Any]) -> Callable[..
             return original(*args, **kwargs)
         try:
             result = original(*args, **kwargs)
+        except BaseException:
+            recording.end_backward(passed=False)
+            raise
+        recording.end_backward()
+        return result
+
+    return wrapper
+
+
+def _stage_backward(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Pipelines of torch, whose zero-bubble schedules call ``torch.autograd.grad``, for inputs and for weights."""
+
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        measured = recording.on and self.has_backward
+        if not measured or not recording.begin_backward(kwargs.get("loss"), self.device):
+            return original(self, *args, **kwargs)
+        try:
+            result = original(self, *args, **kwargs)
         except BaseException:
             recording.end_backward(passed=False)
             raise
@@ -154,7 +178,7 @@ def _scale(recording: Recording, original: Callable[..., Any]) -> Callable[..., 
     def wrapper(self: Any, outputs: Any) -> Any:
         scaled = original(self, outputs)
         if recording.on and scaled is not outputs:
-            recording.scale(scaled, outputs, getattr(self, "_scale", None))
+            _note(recording, recording.losses.scale, scaled, outputs, getattr(self, "_scale", None))
         return scaled
 
     return wrapper
@@ -172,14 +196,21 @@ def _gradients(recording: Recording, original: Callable[..., Any]) -> Callable[.
 def _scale_grads(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
     """Pipelines of torch: backward is called on the loss of each micro-batch, and the gradients divided afterwards."""
 
-    @guarded
-    def divide_losses(recording: Recording, divisor: float) -> None:
-        recording.losses.divide(divisor)
-
     def wrapper(self: Any, grad_scale_factor: int) -> None:
         original(self, grad_scale_factor)
         if self.is_last:  # the stage that has the loss
-            divide_losses(recording, grad_scale_factor)
+            _note(recording, recording.losses.divide, grad_scale_factor)
+
+    return wrapper
+
+
+def _stage_loss(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Pipelines of torch: called after the forward pass of any stage on a micro-batch."""
+
+    def wrapper(self: Any, stage: Any, output: Any, targets: Any, index: int, *args: Any, **kwargs: Any) -> Any:
+        if recording.on:
+            recording.end_stage_forward(stage, targets, index)
+        return original(self, stage, output, targets, index, *args, **kwargs)
 
     return wrapper
 
@@ -187,7 +218,7 @@ def _scale_grads(recording: Recording, original: Callable[..., Any]) -> Callable
 def _zero_grad(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         if not is_compiling() and recording.on:
-            recording.zero_gradients(self)
+            _note(recording, recording.batches.set_to_zero, self)
         original(self, *args, **kwargs)
 
     return wrapper
@@ -226,6 +257,14 @@ def _compiled_call(recording: Recording, original: Callable[..., Any]) -> Callab
     return wrapper
 
 
+def _new_mesh(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        _note(recording, recording.parallelism.note_mesh, self)
+
+    return wrapper
+
+
 # ------------------------------------------------------------------------------------------------ wrappers around FSDP
 
 
@@ -238,7 +277,7 @@ def _root_pre_forward(recording: Recording, original: Callable[..., Any]) -> Cal
             recording.begin_forward(module, args, kwargs, self._device)
         given = original(self, module, args, kwargs)
         if begins:
-            recording.note_sharding(self)
+            _note(recording, recording.parallelism.note_sharding, self)
         return given
 
     return wrapper
@@ -281,6 +320,7 @@ def _flat_post_forward(recording: Recording, original: Callable[..., Any]) -> Ca
 DDP = "torch.nn.parallel.distributed"
 FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_state"
+PIPELINE_STAGE = "torch.distributed.pipelining.stage"
 CLIPPING = ("torch.nn.utils", "torch.nn.utils.clip_grad")
 PATCHES: tuple[tuple[str, str, Wrap], ...] = (
     (DDP, "DistributedDataParallel._pre_forward", _pre_forward),
@@ -304,5 +344,9 @@ LATER_PATCHES: tuple[tuple[str, str, Wrap], ...] = (
     (FSDP1, "_post_forward", _flat_post_forward),
     (FSDP2, "FSDPState._root_pre_forward", _root_pre_forward),
     (FSDP2, "FSDPState._post_forward", _sharded_post_forward),
-    ("torch.distributed.pipelining.stage", "_PipelineStageBase.scale_grads", _scale_grads),
+    ("torch.distributed.device_mesh", "DeviceMesh.__init__", _new_mesh),
+    (PIPELINE_STAGE, "_PipelineStageBase.backward_one_chunk", _stage_backward),
+    (PIPELINE_STAGE, "_PipelineStageBase.backward_weight_one_chunk", _stage_backward),
+    (PIPELINE_STAGE, "_PipelineStageBase.scale_grads", _scale_grads),
+    ("torch.distributed.pipelining.schedules", "_PipelineSchedule._maybe_compute_loss", _stage_loss),
 )

@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from trainer.contract.record import EventWriter
+from trainer.contract.record import EventWriter, Finding
 from trainer.telemetry.collectives.collective_meter import CollectiveMeter
-from trainer.telemetry.comm_hook import CommHook
 from trainer.telemetry.instrument.closures import with_closure
 from trainer.telemetry.instrument.fetched_batches import BatchSize, FetchedBatches, plus, size_of_call
 from trainer.telemetry.instrument.followed_models import FollowedModels
 from trainer.telemetry.instrument.guarded import guarded
 from trainer.telemetry.instrument.model_parallel import ModelParallelism, is_trained, is_training, is_wrapped
-from trainer.telemetry.instrument.not_measured import UNSEEN_AFTER, not_measured, print_line, unseen_steps
+from trainer.telemetry.instrument.not_measured import UNSEEN_AFTER, UnseenSteps, print_line
 from trainer.telemetry.instrument.optimizer_cycle import OptimizerCycle
 from trainer.telemetry.instrument.outermost_calls import OutermostCalls
 from trainer.telemetry.instrument.script_losses import StepLosses, is_made_of, newest_number
@@ -52,23 +51,20 @@ class Recording:
         """Called once, when the script begins to train."""
         self.optimizer_steps = 0
         self.collectives = CollectiveMeter()
-        self._steps_unseen = 0
-        """Optimizer steps since the last one that was measured."""
-        self._is_unmeasured = False
-        """Whether the record says that no step is seen."""
+        self._unseen = UnseenSteps(rank, self._write)
         self._path = path
         self._rank = rank
         self._writer = EventWriter(None)
         self._tracker: StepTracker | None = None
         self._closing = threading.Lock()
-        self._models = FollowedModels()
+        self.models = FollowedModels()
         self._wrapped: WeakSet[nn.Module] = WeakSet()
         """Outermost modules that a wrapper told of: DistributedDataParallel, or a root of FSDP."""
         self._called: WeakSet[nn.Module] = WeakSet()
         """Those of them that were called in this step; once a step has called several, all that any has called."""
         self._bare: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         """Modules without a wrapper whose calls were seen, with whether they are trained."""
-        self._parallelism = ModelParallelism()
+        self.parallelism = ModelParallelism()
         self._calls = OutermostCalls(self._begin_bare, self._end_bare)
         self._misses_calls = False
         """Whether calls of modules without a wrapper were not seen in this step: its samples are not all known."""
@@ -86,7 +82,7 @@ class Recording:
         self.losses = StepLosses()
         self._closure_size: BatchSize = (0, None)
         """Samples and tokens of the step after the first call of an optimizer's closure."""
-        self._batches = FetchedBatches()
+        self.batches = FetchedBatches()
         os.register_at_fork(after_in_child=self._forget)
 
     @property
@@ -105,20 +101,18 @@ class Recording:
                 if not failed and not other_thread:
                     tracker.check_last_step()
                 tracker.write_checksum()
-                tracker.report_unseen_loss(self.losses.unseen)
+                tracker.report_unseen(loss=self.losses.unseen, samples=self.parallelism.unknown)
                 tracker.meter.close(other_thread=other_thread)
             self._writer.close()
             return self._writer.write_error
 
     def _report_unmeasured(self, *, at_end: bool = False) -> None:
-        found = unseen_steps(
-            self._rank, self.optimizer_steps, backward=self._tracker is not None, earlier=self.steps > 0, at_end=at_end
-        )
-        if not self._is_unmeasured:
-            print_line(f"{found.message}; {found.advice}")
-        self._is_unmeasured = True
+        backward, earlier = self._tracker is not None, self.steps > 0
+        self._unseen.report(self.optimizer_steps, backward=backward, earlier=earlier, at_end=at_end)
+
+    def _write(self, finding: Finding) -> None:
         self._open_record()
-        self._writer.write(found)
+        self._writer.write(finding)
 
     def _open_record(self) -> None:
         if not self._writer.enabled:
@@ -173,34 +167,25 @@ class Recording:
             parameter = next(model.parameters(), None) if device is None else None
             tracker = self._begin(device or (torch.device("cpu") if parameter is None else parameter.device))
         if isinstance(model, DistributedDataParallel):
-            self._models.follow(model, tracker)
+            self.models.follow(model, tracker)
+            self.parallelism.note_replicas(model)
         if model not in self._wrapped:
             if not self._wrapped:
                 tracker.samples = 0  # those of a module without a wrapper are a part of the same batch
             self._wrapped.add(model)
             self._calls.stop()
         tracker.mark(self._open_phase(tracker), then="forward")
-        tracker.epoch += self._batches.train()
+        tracker.epoch += self.batches.train()
         self._called.add(model)
         if len(self._called) == 1:
             tracker.size = plus(tracker.size, size_of_call(arguments, named))
-
-    @guarded
-    def note_sharding(self, state: Any) -> None:
-        """Note over which mesh dimensions FSDP2 shards the parameters, by the state of its root."""
-        self._parallelism.note_sharding(state)
-
-    def register_comm_hook(
-        self, register: Callable[..., None], model: DistributedDataParallel, state: object, hook: CommHook
-    ) -> None:
-        """Register a comm hook of the script, as ``register`` would, with a measuring hook around it."""
-        self._models.register_comm_hook(register, model, state, hook, on=self.on)
 
     @guarded
     def end_forward(self, model: nn.Module, output: Any) -> None:
         tracker = self._tracker
         if tracker is None or tracker.open_phase != "forward" or self._in_backward or not is_training(model):
             return
+        self.parallelism.note_exchange(self.collectives.operations_of_phase, is_wrapped=bool(self._wrapped))
         tracker.mark("forward", then="forward")  # the loss may be computed next, which is the same phase
         tracker.forward_done = True
         self._output_place = newest_number(output)
@@ -226,7 +211,7 @@ class Recording:
             # What lies between a batch's arrival and the call is the script's own code.
             phase = "other" if tracker.open_phase == "forward" else self._open_phase(tracker)
             tracker.mark(phase, then="forward")
-            tracker.epoch += self._batches.train()
+            tracker.epoch += self.batches.train()
         return trained
 
     @guarded
@@ -243,30 +228,45 @@ class Recording:
         return self._tracker is not None and not self._wrapped and self._calls.begins_with(module)
 
     @guarded
-    def begin_backward(self, outputs: Any) -> bool:
-        """Return whether the backward pass is measured: one within another is not."""
+    def begin_backward(self, outputs: Any, device: torch.device | None = None) -> bool:
+        """Return whether the backward pass is measured: one within another is not.
+
+        ``device``: that of a pipeline's stage, of which ``outputs`` is the loss on a micro-batch, None without one.
+        """
         if self._in_backward:
             return False
-        output = outputs if isinstance(outputs, Tensor) else next(iter(outputs), None)
-        if not isinstance(output, Tensor):
+        output = outputs if isinstance(outputs, Tensor) else next(iter(outputs or ()), None)
+        if isinstance(output, Tensor):
+            device = output.device
+        elif device is None:
             return False
+        else:
+            output = None
         self._misses_calls |= self._tracker is None
-        tracker = self._begin(output.device)
+        tracker = self._begin(device)
         phase = self._open_phase(tracker)
-        if tracker.forward_done and is_made_of(output, self._output_place):
+        if output is not None and tracker.forward_done and is_made_of(output, self._output_place):
             phase = "other"
         self._output_place = None
         tracker.mark(phase, then="backward", trained=True)
-        tracker.epoch += self._batches.train()
+        tracker.epoch += self.batches.train()
         self._in_backward = True
-        kept = self._batches.drop_leftover(tracker.size)
+        kept = self.batches.begin_backward(tracker.size)
         if kept is not None:
             tracker.size = kept
             self.losses.clear()
-        scale = self.losses.add(output)
+        scale = None if output is None else self.losses.add(output)
         if scale is not None:
             tracker.grad_scale = scale
         return True
+
+    @guarded
+    def end_stage_forward(self, stage: Any, targets: Any, index: int) -> None:
+        """End the forward pass of a pipeline's stage on the micro-batch of this index."""
+        if stage.has_backward:
+            self.parallelism.add_micro_batch(stage, targets, index)
+        elif self._tracker is not None:
+            self._tracker.mark_evaluation()
 
     @guarded
     def end_backward(self, *, passed: bool = True) -> None:
@@ -276,7 +276,7 @@ class Recording:
             return
         if passed:
             self._backwards += 1
-            if self._backwards == UNSEEN_AFTER and not self.optimizer_steps and not self._is_unmeasured:
+            if self._backwards == UNSEEN_AFTER and not self.optimizer_steps and not self._unseen.are_reported:
                 self._report_unmeasured()
         else:
             self.losses.remove_last()
@@ -291,10 +291,6 @@ class Recording:
         """Await no calls from here on: torch.compile would trace what awaits them."""
         self._calls.stop()
 
-    @guarded
-    def scale(self, scaled: Any, loss: Any, scale: Any) -> None:
-        self.losses.scale(scaled, loss, scale)
-
     # ------------------------------------------------------------------------------------------ optimizer
 
     @guarded
@@ -304,10 +300,6 @@ class Recording:
         if tracker is not None and self._after_backward and tracker.open_phase == "optimizer" and not tracker.evaluated:
             tracker.mark("other", then="optimizer")
         self._after_backward = False
-
-    @guarded
-    def zero_gradients(self, owner: nn.Module | Optimizer) -> None:
-        self._batches.set_to_zero(owner)
 
     @guarded
     def begin_optimizer(
@@ -322,8 +314,8 @@ class Recording:
             return None  # the step of an optimizer within that of another
         self._stepping = optimizer
         tracker = self._tracker
-        self._steps_unseen += 1
-        if self._steps_unseen == UNSEEN_AFTER:
+        self._unseen.optimizer_steps += 1
+        if self._unseen.optimizer_steps == UNSEEN_AFTER:
             self._report_unmeasured()
         if tracker is not None and not self._in_backward:
             tracker.stepping = True
@@ -376,7 +368,7 @@ class Recording:
         if not torch.is_grad_enabled():
             tracker.mark_evaluation()
             return False
-        if self._batches.were_evaluated(iterator):
+        if self.batches.were_evaluated(iterator):
             tracker.mark_evaluation()
         tracker.mark(self._open_phase(tracker), then="data")
         return True
@@ -384,21 +376,21 @@ class Recording:
     @guarded
     def end_data(self, iterator: Any, batch: Any) -> None:
         if self._tracker is None:
-            self._batches.await_training(batch)
+            self.batches.await_training(iterator, batch)
             return
         self._tracker.mark("data", then="other" if self._wrapped else "forward")
-        self._batches.add(iterator, None if len(self._wrapped) == 1 else batch)
+        self.batches.add(iterator, None if len(self._wrapped) == 1 else batch)
         self._calls.await_next()
 
     @guarded
     def end_epoch(self, iterator: Any) -> None:
         if self._tracker is None:
-            self._batches.begin_step()
+            self.batches.end_untrained(iterator)
             return
-        if self._batches.end(iterator):
+        if self.batches.end(iterator):
             self._tracker.mark_evaluation()
         elif self._after_backward:
-            self._batches.end_epoch(self._tracker.size)
+            self.batches.end_epoch(self._tracker.size)
         self._tracker.mark("other")
 
     # ------------------------------------------------------------------------------------------ steps
@@ -424,17 +416,20 @@ class Recording:
 
     def _end(self, tracker: StepTracker, optimizer: Optimizer) -> None:
         tracker.loss = self.losses.total(tracker.device)
-        if len(self._wrapped) != 1 and (self._batches.are_counted if self._wrapped else self._batches.size[0]):
-            tracker.size = self._batches.size
-        elif self._misses_calls or len(self._called) > 1:
+        pipelined = self.parallelism.pipelined
+        called = None if self._misses_calls or len(self._called) > 1 or not tracker.size[0] else tracker.size
+        if pipelined is not None:
+            tracker.size = pipelined if pipelined[0] else (None, None)
+        elif len(self._wrapped) == 1:
+            tracker.size = called or (None, None)
+        else:
+            tracker.size = self.batches.end_step(called)
+        sends = pipelined is not None or self.collectives.sends
+        counts = self.parallelism.counts_samples(optimizer, sends=sends)
+        if not counts or (pipelined is None and tracker.loss is None and self.collectives.sends):
             tracker.size = None, None
-        if self._parallelism.repeats_batches(optimizer) or (tracker.loss is None and self.collectives.sends):
-            tracker.size = None, None  # another rank counts them
         tracker.end(optimizer)
-        self._steps_unseen = 0
-        if self._is_unmeasured:
-            self._is_unmeasured = False
-            self._writer.write(not_measured(self._rank, "", state="cleared"))
+        self._unseen.end_step()
         self._begin_step()
 
     def _discard(self, tracker: StepTracker) -> None:
@@ -446,5 +441,6 @@ class Recording:
         if len(self._called) == 1:
             self._called.clear()
         self.losses.clear()
-        self._batches.begin_step()
+        self.batches.begin_step()
+        self.parallelism.pipelined = None
         self._misses_calls = False
