@@ -235,10 +235,14 @@ def _behind_symptom(
     step = view.attempt_step
     after = f", after step {step}" if step else ""
     wait = f"wait at step {ahead}" if step < ahead else "wait for it" if alone else "wait for them"
-    message = (
-        f"rank {view.rank}{where} {STAGE_TEXT[view.stage]} for more than {_whole_s(silence_s)} s{after}, "
-        f"and the others {wait}"
-    )
+    # Its own part ends where the others wait: a line of the user's code is on the way there.
+    doing = view.doing if view.stage == "group" and not held else None
+    on_the_way = doing is not None and not doing.waits_in and bool(_line(view))
+    stage = f"has been at {_line(view)}" if on_the_way else STAGE_TEXT[view.stage]
+    message = f"rank {view.rank}{where} {stage} for more than {_whole_s(silence_s)} s{after}, and the others {wait}"
+    if on_the_way:
+        symptom = _stall(view, silence_s, threshold_s, message, ADVICE["stalled_behind"])
+        return replace(symptom, cause=busy_or_idle(view))
     if held:
         message += "; its node agent does not run either: all processes there are held"
         return replace(_stall(view, silence_s, threshold_s, message, ADVICE["stalled_held"]), cause="stopped")

@@ -751,6 +751,16 @@ async def test_step_and_loss_are_the_same_wherever_they_stand(
     reader.close()
 
 
+def test_reading_curves_ends_with_the_time_of_a_poll_also_within_a_portion(tmp_path: Path) -> None:
+    reader, polls = CurveReader(synthetic.run(tmp_path, steps=60, status="finished")), 0
+    while reader.behind:
+        reader.poll(-math.inf)
+        polls += 1
+    assert polls > 60, "an event each"
+    assert reader.history.last_step == 60
+    reader.close()
+
+
 @played
 async def test_a_flagged_rank_is_brought_into_view_among_many_and_a_selected_one_stays(tmp_path: Path) -> None:
     app = console(synthetic.run(tmp_path, nodes=128, ranks_per_node=8, steps=6, straggler=379))

@@ -1041,6 +1041,24 @@ def test_in_a_validation_the_rank_that_takes_several_times_as_long_is_named(took
     assert ("stalled", 1) not in run.state.findings
 
 
+def test_a_rank_that_others_wait_for_before_training_is_said_to_be_at_its_line_and_not_to_wait() -> None:
+    run = SimulatedRun(2)
+    enter(run, "ready", 0, 1)
+    wait_for_all(run, 0, 1)
+    enter(run, "training", 0, after_s=1.0)
+    run.state.apply(Doing(time=run.now, rank=0, step=1, part="sync", parts_done=4, waited_ms=0.0))
+    ranks = [RankSample(rank=0, cpu_percent=0.0), RankSample(rank=1, cpu_percent=0.0, line="task.py:30 in state_dict")]
+    for _ in range(60):
+        run.state.apply(NodeSample(time=run.now, node=0, host="node0", ranks=ranks))
+        run.diagnose(1.0)
+    found = run.state.findings["stalled", 1]
+    assert re.match(
+        r"rank 1 on node0 has been at task.py:30 in state_dict for more than \d+ s, and the others wait for it",
+        found.message,
+    )
+    assert "waiting for the others" not in found.message
+
+
 def test_a_validation_may_last_some_times_as_long_as_the_longest_before() -> None:
     run = SimulatedRun(2)
     run.steps(40)

@@ -5,6 +5,7 @@ The curves are numbered at their ends, so that the legend works without colours.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -38,6 +39,7 @@ from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle.live_run import BACKLOG_PAUSE_S, POLL_BUDGET_S, PORTION_BYTES
 from gputrain_tui.state.best_validation import BestValidation
 from gputrain_tui.tables import duration, printable
+from trainer.contract.record import AnyEvent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +167,8 @@ class CurveReader:
         self.history = CurveHistory(run.status.recorded_ranks)
         self.behind = True
         self._reader = RunReader(run.dir)
+        self._unapplied: deque[AnyEvent] = deque()
+        """Events that are read: a portion of fast steps, many in an event, takes many times the budget to apply."""
 
     def poll(self, deadline: float) -> bool:
         """Read appended events until about ``deadline`` (of ``perf_counter``); return whether anything changed."""
@@ -173,11 +177,14 @@ class CurveReader:
         was_behind = self.behind
         has_events = False
         while True:
-            events = self._reader.poll(PORTION_BYTES)
-            for event in events:
-                self.history.apply(event)
-            has_events = has_events or bool(events)
-            self.behind = self._reader.backlog_bytes > 0
+            if not self._unapplied:
+                self._unapplied.extend(self._reader.poll(PORTION_BYTES))
+            while self._unapplied:
+                self.history.apply(self._unapplied.popleft())
+                has_events = True
+                if perf_counter() >= deadline:
+                    break
+            self.behind = bool(self._unapplied) or self._reader.backlog_bytes > 0
             if not self.behind or perf_counter() >= deadline:
                 return has_events or was_behind != self.behind
 
