@@ -59,6 +59,6 @@ def test_an_end_that_its_supervisor_has_recorded_and_not_written_as_status_bring
 
 def test_the_pace_begins_anew_where_the_clock_was_set_back() -> None:
     pace = Pace()
-    for step, time in enumerate((100.0, 101.0, 102.0, 12.0, 13.0, 14.0)):
-        pace.note(time, step)
+    for number, time in enumerate((100.0, 101.0, 102.0, 12.0, 13.0, 14.0)):
+        pace.note(time, number)
     assert pace.updates_per_s == pytest.approx(1.0)
