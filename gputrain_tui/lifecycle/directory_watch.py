@@ -114,7 +114,7 @@ def silence_findings(silent: set[int], running: Iterable[NodeProcess], plan: Pla
             message=f"no contact with {process.host}: its ranks may still be running; "
             "their record follows when it answers again",
             advice="the disk of its run directory stands still"
-            if process.lost_s() < SILENT_S
+            if process.node in silent and process.lost_s() < SILENT_S
             else f"check that `ssh {process.host} true` works; if so, the disk of its run directory may stand still",
         )
         for process in changed
