@@ -96,12 +96,13 @@ class ModelParallelism:
             sharing = self._sharing[optimizer] = _sharing_ranks(optimizer, self._data_ranks)
         told = sharing | self._named
         rank, world_size, averaging = dist.get_rank(), dist.get_world_size(), len(self._data_ranks)
-        self.unknown = ""
+        why = ""
         if self._exchanges and not told:
-            self.unknown = "the model computes with data of other ranks in its forward pass"
+            why = "the model computes with data of other ranks in its forward pass"
         elif 0 < averaging * prod(map(len, told)) < world_size and not sends:
-            self.unknown = f"gradients are averaged over {averaging} of {world_size} ranks"
-        return not self.unknown and all(rank == ranks[0] for ranks in told)
+            why = f"gradients are averaged over {averaging} of {world_size} ranks"
+        self.unknown = why and f"{why}, and no DeviceMesh has a dimension tp, cp or sp of ranks with the same samples"
+        return not why and all(rank == ranks[0] for ranks in told)
 
 
 def _sharing_ranks(optimizer: Optimizer, data_ranks: Set[int]) -> set[tuple[int, ...]]:
