@@ -102,11 +102,14 @@ class RowFilter(Generic[Row]):
 
 
 def _matcher(sign: str, value: str) -> Callable[[str], bool]:
-    """Return whether a text is a value, or after ``:`` has a word that begins with it; there ``*`` is any text."""
+    """Return whether a text is a value, or after ``:`` has a word that begins with it; there ``*`` is any text.
+
+    The number at the end of a word is one itself, as in ``node001``.
+    """
     wanted = value.casefold()
     if sign != ":":
         return lambda text: text.casefold() == wanted
-    at_word = r"(?<![^\W_])" if wanted[:1].isalnum() else ""
+    at_word = r"(?<!\d)" if wanted[:1].isdecimal() else r"(?<![^\W_])" if wanted[:1].isalnum() else ""
     pattern = re.compile(at_word + ".*".join(map(re.escape, wanted.split("*"))))
     return lambda text: pattern.search(text.casefold()) is not None
 
