@@ -32,6 +32,8 @@ def hang(
         view = None if finding.rank is None else state.ranks.get(finding.rank)
         if kind != "stalled" or view is None or finding.cause == "left" or _is_debugged(state, view):
             continue
+        if view.awaits_start:
+            continue  # the finding is about a process of the attempt before
         silence_s = activity.silence_s(view, now, since=state.silence_ended_at)
         if timeout_s is None:
             longest_s = None if view.stage == "saving" else state.longest_stay_s.get(view.stage)

@@ -73,7 +73,8 @@ def _stalls_among(
 ) -> list[Symptom]:
     """Return the stalls of ranks that wait for each other."""
     running = [view for view in views if view.state != "finished"]
-    if not running:
+    # What is known of a rank that this attempt has not started yet is that of the attempt before.
+    if not running or any(view.awaits_start for view in running):
         return []
     # Events that a silent host has held back arrive late: time counts from the end of the silence.
     silences = {view.rank: activity.silence_s(view, now, since=state.silence_ended_at) for view in running}

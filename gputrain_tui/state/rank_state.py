@@ -59,6 +59,8 @@ class RankView:
     """How it ended because of another rank or the run, as ``rank_outcome`` returns it."""
     time: float | None = None
     """Time of its newest event, Unix seconds."""
+    awaits_start: bool = False
+    """Whether the newest attempt has begun, and this rank was not started in it yet."""
     restarted_at: float | None = None
     """When its process was last started again after steps, Unix seconds."""
     first_step_time: float | None = None

@@ -22,7 +22,7 @@ from gputrain_tui.state.share_changes import ShareChanges
 from gputrain_tui.state.synchronisation import bus_bytes_per_s, lateness, latest, synchronised
 from gputrain_tui.state.world import divided, is_of_former, samples_of_attempt, still_standing
 from trainer.contract import record
-from trainer.contract.outcome import RECORD_END_MISSING, RESTARTED, root_cause
+from trainer.contract.outcome import RECORD_END_MISSING, REQUEUED, RESTARTED, root_cause
 from trainer.contract.record.downsampled import DownsampledBlock
 from trainer.contract.record.unrecorded import RECORD_INCOMPLETE
 
@@ -338,6 +338,7 @@ class RunState:
 
     def _rank_state(self, event: record.RankState) -> None:
         view = self.rank(event.rank)
+        view.awaits_start &= event.state in ("finished", "failed")
         if event.state == "spawned":
             view.starts += 1
             self.queue.spawn(event.time)
@@ -383,6 +384,8 @@ class RunState:
         self.queue.wait(event)
         if event.kind == RECORD_INCOMPLETE and event.rank is not None:
             self.rank(event.rank).count_unrecorded(event)
+        for view in self.ranks.values() if event.kind in (RESTARTED, REQUEUED) else ():
+            view.awaits_start = True
         if event.kind == RESTARTED:  # the failure before is no longer that of the run
             self.attempt_began = event.time
             self._attribute()

@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 from test_diagnosis import SimulatedRun, balanced
 
-from trainer.contract.record import CodeFrame, Failure, NodeSample, RankSample, RankStacks, RankState, ThreadStack
+from trainer.contract.outcome import RESTARTED
+from trainer.contract.record import (
+    CodeFrame,
+    Failure,
+    Finding,
+    NodeSample,
+    RankSample,
+    RankStacks,
+    RankState,
+    ThreadStack,
+)
 
 LIMIT_S = 600.0
 
@@ -90,6 +100,20 @@ def test_a_rank_in_which_a_debugger_waits_does_not_hang(file: str) -> None:
 def test_a_traced_process_does_not_hang_and_a_stopped_one_does() -> None:
     assert HangingRun().wait(100, timeout_s=20.0, held="t") is None
     assert HangingRun().wait(100, timeout_s=20.0, held="T") is not None
+
+
+def test_a_rank_that_the_next_attempt_has_not_started_yet_does_not_hang() -> None:
+    run = HangingRun()
+    assert run.wait(30, timeout_s=20.0, held="T") is not None
+    run.state.apply(Finding(time=run.now, kind=RESTARTED, severity="info", evidence={"attempt": 1.0}))
+    run.state.apply_all([RankState(time=run.now, rank=rank, state="spawned") for rank in (0, 1, 3)])
+    for _ in range(40):
+        run.state.apply(NodeSample(time=run.now + 1.0, node=0, host="node0"))
+        run.diagnose(1.0)
+        assert run.diagnosis.hang(run.state, run.now, timeout_s=20.0, limit_s=LIMIT_S) is None
+    assert ("stalled", 2) not in run.state.findings
+    run.state.apply(RankState(time=run.now, rank=2, state="spawned"))
+    assert run.wait(30, timeout_s=20.0, held="T") is not None, "one that it has started hangs as ever"
 
 
 def test_the_message_says_where_the_rank_is() -> None:
