@@ -134,7 +134,7 @@ def test_a_task_without_the_split_is_refused_before_there_is_a_run(trained: Trai
     words = ("eval", trained.kept / "best.pt", "--recipe", "r.toml", "--set", f"train.task={other}")
     done = trained.call(*words, "--split", "test")
     assert done.returncode == 2
-    line = "gputrain: --eval-split is test, but the task has no such split; it has valid"
+    line = "gputrain: train.eval_split is test, but the task has no such split; it has valid"
     assert done.stderr.splitlines()[-1] == line, done.stderr
     assert len(list_runs(trained.folder / "home" / "runs")) == count
 
