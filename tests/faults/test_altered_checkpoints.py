@@ -294,8 +294,10 @@ def test_a_torn_file_that_is_passed_over_is_on_the_record(first_checkpoints: Pat
     torn.write_bytes(whole[:-100])
     done = train(tmp_path / "run", "--batch-size", 10, "--max-updates", 4, "--resume", folder)
     assert done.code == 0, done.output
-    (finding,) = [each for each in done.events_of("finding") if each["kind"] == "checkpoint_passed_over"]
-    assert str(torn) in finding["message"]
+    found = {finding["kind"]: finding["message"] for finding in done.events_of("finding")}
+    assert sorted(found) == ["checkpoint_passed_over", "settings_on_resume"]
+    assert str(torn) in found["checkpoint_passed_over"]
+    assert "--max-updates 4 (was " in found["settings_on_resume"]
 
 
 def test_another_seed_and_other_data_on_resume_are_reported(first_checkpoints: Path, tmp_path: Path) -> None:
