@@ -310,7 +310,7 @@ def test_the_cause_of_a_restarted_run_is_that_of_its_last_attempt(make_run: Make
     assert state.ended.message == state.root_cause.message == "ended by SIGKILL 3"
     before = [finding.message for finding in state.past_findings if finding.kind == "restarted"]
     assert before == [
-        f"attempt {n} ended: rank 1 killed (SIGKILL) at step 2: ended by SIGKILL {n}; attempt {n + 1} begins"
+        f"attempt {n} ended: rank 1 killed (SIGKILL) after step 2: ended by SIGKILL {n}; attempt {n + 1} begins"
         for n in (1, 2)
     ]
 
