@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -316,7 +317,8 @@ def test_another_seed_and_other_data_on_resume_are_reported(first_checkpoints: P
     seed = found["seed_on_resume"]["message"]
     assert "seed 99 orders the data from epoch 2 on, the rest of epoch 1 keeps the order of seed 1" in seed
     data = found["data_changed"]
-    assert "32 of 32 samples that were compared have changed" in data["message"]
+    # On a busy machine not all of them are read in time.
+    assert re.search(r"\b(\d+) of \1 samples that were compared have changed", data["message"]), data["message"]
     log = (tmp_path / "run" / "logs" / "0.log").read_text()
     assert seed in log
     assert data["message"] in log

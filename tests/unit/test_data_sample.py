@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+import time
 from typing import Any
 
 import pytest
@@ -18,14 +20,20 @@ SIZE = 200
 class Numbers:
     """Samples that are what they are, augmented from the global random numbers, or different at each reading."""
 
-    def __init__(self, kind: str = "plain", altered: range = range(0), size: int = SIZE) -> None:
+    def __init__(
+        self, kind: str = "plain", altered: range = range(0), size: int = SIZE, *, reading_s: float = 0.0
+    ) -> None:
         self.kind, self.altered, self.size, self.read = kind, altered, size, 0
+        self.reading_s = reading_s
+        """Seconds that the disk takes for a sample."""
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         self.read += 1
+        if self.reading_s:
+            time.sleep(self.reading_s)
         value = torch.full((3,), float(index + 1000 * (index in self.altered)))
         if self.kind == "augmented":
             value = value + torch.randn(3) + random.random()
@@ -57,6 +65,15 @@ def test_altered_samples_are_counted_and_one_is_named(kind: str) -> None:
     assert message.startswith(f"{len(expected)} of {SAMPLES} samples that were compared have changed, ")
     assert message.endswith(f" {min(expected)}")
     assert sample(Numbers(kind, size=SIZE - 1)).altered(**kept) == f"it has {SIZE - 1} samples now, but had {SIZE}"
+
+
+@pytest.mark.parametrize("reading_s", [0.1, pytest.param(1.1, marks=pytest.mark.slow)])
+def test_of_data_that_is_read_slowly_only_the_samples_that_were_read_twice_count_as_changed(reading_s: float) -> None:
+    kept = sample(Numbers()).state_dict()
+    message = sample(Numbers(altered=range(SIZE), reading_s=reading_s)).altered(**kept)
+    compared = re.match(r"(\d+) of \1 samples that were compared have changed, ", message)
+    assert compared is not None, message
+    assert 0 < int(compared[1]) <= SAMPLES // 2
 
 
 def test_reading_a_sample_leaves_the_random_numbers_of_training_alone() -> None:

@@ -64,7 +64,7 @@ class DataSample:
         if samples != self._size:
             return f"it has {self._size} samples now, but had {samples}"
         indices = [index for index, _ in known]
-        read = zip(known, self._digests(indices), strict=False)
+        read = list(zip(known, self._digests(indices), strict=False))
         unequal = [index for (index, digest), now in read if now and now != digest]
         # A sample that differs between two readings of the same data is no evidence.
         # Twice by the same process: each loader process begins with the same state of a generator.
@@ -75,13 +75,18 @@ class DataSample:
         if not altered:
             self._known = [[index, digest] for index, digest in known]
             return ""
-        return f"{len(altered)} of {len(known)} samples that were compared have changed, such as sample {min(altered)}"
+        compared = sum(bool(now) for _, now in read) - len(unequal) + len(twice)  # the others were not read in time
+        return f"{len(altered)} of {compared} samples that were compared have changed, such as sample {min(altered)}"
 
     def _digests(self, indices: Sequence[int]) -> list[str]:
-        """Return a digest of each sample, empty where it has none; fewer where reading fails or takes long."""
+        """Return a digest of each sample, empty where it has none; fewer where reading fails or takes long.
+
+        The time counts from the first sample on, without the start of a loader process. A second one is read however
+        long it takes, as an altered sample is read twice.
+        """
         if not indices:
             return []
-        began = time.monotonic()
+        began = 0.0
         digests: list[str] = []
         reader = BatchLoader(self._dataset, self._digest_of, num_workers=self._num_workers, pin_memory=False)
         seed = 0  # seed for reading samples, so that random augmentation is the same each time
@@ -92,7 +97,9 @@ class DataSample:
                 for index in indices:
                     seed_all(mix_seed(seed, index))  # as a loader process does
                     digests.append(next(read).batch)
-                    if time.monotonic() - began > budget_s:
+                    if len(digests) == 1:
+                        began = time.monotonic()
+                    elif time.monotonic() - began > budget_s:
                         break
         except Exception:  # noqa: BLE001 - training raises the same error when it reads the sample
             return digests
