@@ -60,8 +60,8 @@ class FlagParser(argparse.ArgumentParser):
             flag = word.partition("=")[0]
             known = [text for action in self.actions for text in action.option_strings]
             guess = nearest(flag, known) or f"; see `{self._program} --help`"
-            if self._where == "init: " and args.argv and not nearest(flag, known):
-                begin = argv.index(args.argv[0])
+            begin = argv.index(args.argv[0]) if self._where == "init: " and args.argv else len(argv)
+            if word in argv[begin:] and not nearest(flag, known):
                 command = shell_joined([*self._program.split(), *argv[:begin], "--", *argv[begin:]])
                 guess = f"; a command with options of its own stands behind --: `{command}`"
             if self._where == "run: ":

@@ -70,6 +70,8 @@ def test_every_command_has_a_help(name: str, capsys: pytest.CaptureFixture[str])
             "init: --nproc-per-node is not a known option; a command with options of its own stands behind --: "
             "`gputrain init --force -- torchrun --nproc-per-node 2 'my train.py'`",
         ),
+        (["init", "--task", "docnn"], "init: --task is not a known option; see `gputrain init --help`"),
+        (["init", "--task", "--", "docnn"], "init: --task is not a known option; see `gputrain init --help`"),
         (["init", "train.py", "--forse"], "init: --forse is not a known option; did you mean '--force'?"),
         (["gpus", "--zzz"], "gpus: --zzz is not a known option; see `gputrain gpus --help`"),
         (["gpus", "two"], "gpus: 'two' is one word too many; see `gputrain gpus --help`"),

@@ -324,6 +324,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("task", "key", "words"),
     [
         ('data = "book.txt"', "task.data", "book.txt does not exist"),
+        ('data = "none/book.txt"', "task.data", "none/book.txt does not exist, nor does the folder none"),
         ('data = "books.txt"\nvalid_data = "none.txt"', "task.valid_data", "none.txt does not exist"),
         ('data = "books.txt"\npattern = ["*.c"]', None, ""),
     ],

@@ -142,9 +142,11 @@ def saved_dataset(name: str) -> SavedDataset | None:
 
 
 def nearest_file(path: Path) -> str:
-    """Return a hint at a file of the same folder with a similar name, empty without one."""
+    """Return a hint at a file of the same folder with a similar name, or that there is no such folder."""
     if not path.parent.is_dir():
-        return f" (nor does the folder {path.parent}; working directory: {Path.cwd()})"
+        relative = f"it is relative to the working directory, {Path.cwd()}"
+        advice = "check the path" if path.is_absolute() else relative
+        return f", nor does the folder {path.parent}; {advice}"
     with refuse_unreadable(path.parent):
         return nearest(path.name, (entry.name for entry in path.parent.iterdir()))
 

@@ -50,7 +50,7 @@ def test_stdlib_is_the_source_of_the_running_interpreter() -> None:
     ("data", "message"),
     [
         ("a.tx", "a.tx does not exist; did you mean 'a.txt'?"),
-        ("no/such/file", "nor does the folder"),
+        ("no/such/file", "no/such; check the path"),
         ("*.rst", "matches no file"),
         ("deep/er", "has no file that matches *.md; name others with pattern"),
         ("empty.txt", "empty.txt is empty"),
