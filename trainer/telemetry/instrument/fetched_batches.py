@@ -37,7 +37,7 @@ class FetchedBatches:
         self._drops_leftover = False
         """Whether the gradients from before the epoch's end were set to zero."""
         self._has_ended = False
-        """Whether an iterator ended in the step: a script that fetches ahead has its last batches by then."""
+        """Whether an iterator that is trained on ended in the step: a script that fetches ahead has its last batch."""
         self._fetched: set[ref[Any]] = set()
         """Data iterators that have given a batch since the model was last trained."""
         self._trained: set[ref[Any]] = set()
@@ -108,10 +108,11 @@ class FetchedBatches:
     def end(self, iterator: Any) -> bool:
         """Forget an iterator at its end; return whether its batches were an evaluation's."""
         this = ref(iterator)
-        self._has_ended = True
-        evaluated = this in self._fetched and this not in self._trained
+        evaluated = this not in self._trained
         if evaluated:
             self._following.pop(this, None)
+        else:
+            self._has_ended = True
         self._trained.discard(this)
         self._fetched.discard(this)
         return evaluated
