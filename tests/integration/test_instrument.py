@@ -646,6 +646,19 @@ def fetching_ahead(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]
     return [model], []
 
 
+def fetching_ahead_in_epochs(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """The next batch is fetched before the model is called: an epoch's last step fetches none."""
+    model = net()
+    optimizer = sgd(model)
+    for epoch in range(3):
+        batches = iter(loader(rank, steps, seed=epoch))
+        following = next(batches, None)
+        while following is not None:
+            (batch,), following = following, next(batches, None)
+            train(model, optimizer, batch)
+    return [model], []
+
+
 def evaluating_with_gradients(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
     """An evaluation after each epoch, without ``no_grad``."""
     model = net()
@@ -691,6 +704,7 @@ def two_loaders(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
         (adversarial, (STEPS * BATCH, STEPS * BATCH)),
         (adversarial_without_wrapper, (STEPS * BATCH, STEPS * BATCH)),
         (fetching_ahead, (STEPS * BATCH, STEPS * BATCH)),
+        (fetching_ahead_in_epochs, (3 * STEPS * BATCH, 3 * STEPS * BATCH)),
         (evaluating_with_gradients, (3 * STEPS * BATCH, 3 * STEPS * BATCH)),
         (minibatches_of_a_batch, (2 * STEPS * BATCH, 2 * STEPS * BATCH)),
         (two_loaders, (2 * STEPS * BATCH, 2 * STEPS * BATCH)),
