@@ -646,6 +646,33 @@ def fetching_ahead(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]
     return [model], []
 
 
+def fetching_ahead_in_epochs(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """The next batch is fetched before the model is called: an epoch's last step fetches none."""
+    model = net()
+    optimizer = sgd(model)
+    for epoch in range(3):
+        batches = iter(loader(rank, steps, seed=epoch))
+        following = next(batches, None)
+        while following is not None:
+            (batch,), following = following, next(batches, None)
+            train(model, optimizer, batch)
+    return [model], []
+
+
+def evaluating_with_gradients(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """An evaluation after each epoch, without ``no_grad``."""
+    model = net()
+    optimizer = sgd(model)
+    for epoch in range(3):
+        model.train()
+        for (batch,) in loader(rank, steps, seed=epoch):
+            train(model, optimizer, batch)
+        model.eval()
+        for (batch,) in loader(rank, 2, seed=3):
+            model(batch)
+    return [model], []
+
+
 def minibatches_of_a_batch(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
     """Four steps with each batch that is fetched: twice with each half of it."""
     model = net()
@@ -677,6 +704,8 @@ def two_loaders(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
         (adversarial, (STEPS * BATCH, STEPS * BATCH)),
         (adversarial_without_wrapper, (STEPS * BATCH, STEPS * BATCH)),
         (fetching_ahead, (STEPS * BATCH, STEPS * BATCH)),
+        (fetching_ahead_in_epochs, (3 * STEPS * BATCH, 3 * STEPS * BATCH)),
+        (evaluating_with_gradients, (3 * STEPS * BATCH, 3 * STEPS * BATCH)),
         (minibatches_of_a_batch, (2 * STEPS * BATCH, 2 * STEPS * BATCH)),
         (two_loaders, (2 * STEPS * BATCH, 2 * STEPS * BATCH)),
     ],

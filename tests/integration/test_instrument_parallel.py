@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.nn.functional import all_reduce
+from torch.distributed.nn.functional import all_reduce, all_to_all_single
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
@@ -381,11 +381,26 @@ class RingNet(Net):
         return super().forward(x + received)
 
 
+class ExchangingNet(Net):
+    """Each rank has a part of each sample, or experts for samples of all ranks, and exchanges parts with all."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + all_to_all_single(torch.empty_like(x), x.contiguous(), group=self.group))
+
+
 def shared_batches(rank: int, steps: int, *, kind: str) -> tuple[nn.Module, list[float]]:
     """Both ranks train on the same batches; some make a mesh whose dimensions have names."""
     alone = [dist.new_group([member]) for member in range(2)][rank]
     if kind == "attention in a ring":
         model: nn.Module = DDP(RingNet())
+    elif kind == "all_to_all":
+        model = DDP(ExchangingNet(dist.new_group([0, 1])))
+    elif kind.startswith("all_to_all in a dimension "):
+        model = DDP(ExchangingNet(init_device_mesh("cpu", (2,), mesh_dim_names=(kind[-2:],)).get_group()))
     elif kind == "a group without a name":
         model = DividedNet(dist.new_group([0, 1]))
     elif kind == "replicas of a part":
@@ -401,14 +416,19 @@ def shared_batches(rank: int, steps: int, *, kind: str) -> tuple[nn.Module, list
     return model, [train(model, optimizer, batch) for (batch,) in loader(0, steps)]
 
 
+EXCHANGING = "samples: the model computes with data of other ranks in its forward pass"
+
+
 @pytest.mark.parametrize(
     ("kind", "unknown"),
     [
         ("parallelize_module", None),
         ("a named dimension", None),
         ("replicas of a named part", None),
-        ("a group without a name", "samples: the model computes with data of other ranks in its forward pass"),
-        ("attention in a ring", "samples: the model computes with data of other ranks in its forward pass"),
+        ("all_to_all in a dimension sp", None),
+        ("all_to_all", EXCHANGING),
+        ("a group without a name", EXCHANGING),
+        ("attention in a ring", EXCHANGING),
         ("replicas of a part", "samples: gradients are averaged over 1 of 2 ranks"),
     ],
 )
@@ -426,6 +446,12 @@ def test_samples_that_ranks_share_count_once_or_are_unknown(
         messages = [event.message for event in found if isinstance(event, Finding)]
         told = "and no DeviceMesh has a dimension tp, cp or sp of ranks with the same samples"
         assert messages == ([] if unknown is None else [f"{unknown}, {told}"])
+
+
+def test_ranks_that_exchange_samples_for_their_experts_each_count_their_own(gang: Gang, tmp_path: Path) -> None:
+    gang.run(_run, str(tmp_path), functools.partial(shared_batches, kind="all_to_all in a dimension ep"), 5)
+    for rank in range(2):
+        assert [event.samples for event in _steps(tmp_path, rank)] == [BATCH * e.steps for e in _steps(tmp_path, rank)]
 
 
 def pipelined(rank: int, steps: int, *, schedule: str, scales: bool = True) -> tuple[nn.Module, list[float | None]]:

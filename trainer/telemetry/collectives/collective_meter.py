@@ -121,10 +121,10 @@ class CollectiveMeter:
         return any(call.operation in ("send", "recv") for call in self._step.calls)
 
     @property
-    def operations_of_phase(self) -> list[str]:
-        """Operations that the step has called since its last phase was complete."""
-        complete = len(self._phases)
-        return [call.operation for call in self._step.calls if call.interval == complete]
+    def calls_of_phase(self) -> list[tuple[str, Sequence[int]]]:
+        """Operations that the step has called since its last phase was complete, each with the ranks of its group."""
+        complete, groups = len(self._phases), self.names.named
+        return [(call.operation, groups[call.group].ranks) for call in self._step.calls if call.interval == complete]
 
     def exclude(self, phases: int) -> None:
         """Drop the collectives after the first ``phases`` phases of the step."""

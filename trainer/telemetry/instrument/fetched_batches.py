@@ -32,12 +32,14 @@ class FetchedBatches:
         """Whether a step was made without a new batch: several share one, or have come from elsewhere."""
         self._following: dict[ref[Any], BatchSize] = {}
         """Size of the batches since the last backward pass, by iterator: those of the next one."""
+        self._before: BatchSize = (0, None)
+        """Size of the last batch but one from before the training: if the script fetches ahead, it is trained on."""
         self._leftover: tuple[BatchSize, BatchSize] | None = None
         """Size of the step so far, of the model's calls and of the batches, where an epoch ended within the step."""
         self._drops_leftover = False
         """Whether the gradients from before the epoch's end were set to zero."""
         self._has_ended = False
-        """Whether an iterator ended in the step: a script that fetches ahead has its last batches by then."""
+        """Whether an iterator that is trained on ended in the step: a script that fetches ahead has its last batch."""
         self._fetched: set[ref[Any]] = set()
         """Data iterators that have given a batch since the model was last trained."""
         self._trained: set[ref[Any]] = set()
@@ -61,6 +63,7 @@ class FetchedBatches:
     def await_training(self, iterator: Any, batch: Any) -> None:
         """Note a batch from before the training, which begins with the newest one of each iterator."""
         this = ref(iterator)
+        self._before = self._following.get(this, (0, None))
         self._following = {each: size for each, size in self._following.items() if each() not in (None, iterator)}
         self._following[this] = size_of(batch)
 
@@ -73,6 +76,10 @@ class FetchedBatches:
 
         Its samples are None where neither calls nor batches tell them.
         """
+        if self.size[0] == 0 and self._has_ended and self._are_counted and not self._are_shared:
+            # The script fetches ahead: this step's batch was counted in the step before, only the first one not.
+            before, self._before = self._before, (0, None)
+            return before
         if called is not None and not self.size[0] and not self._has_ended:
             self._are_shared = True
         if self.size[0] and (called is None or (self._are_counted and not self._are_shared)):
@@ -108,10 +115,11 @@ class FetchedBatches:
     def end(self, iterator: Any) -> bool:
         """Forget an iterator at its end; return whether its batches were an evaluation's."""
         this = ref(iterator)
-        self._has_ended = True
-        evaluated = this in self._fetched and this not in self._trained
+        evaluated = this not in self._trained
         if evaluated:
             self._following.pop(this, None)
+        else:
+            self._has_ended = True
         self._trained.discard(this)
         self._fetched.discard(this)
         return evaluated

@@ -18,6 +18,8 @@ from trainer.telemetry.instrument.fetched_batches import BatchSize, plus, size_o
 SAME_SAMPLES = ("tp", "cp", "sp")
 """Names of the dimensions of a DeviceMesh whose ranks have the same samples: tensor, context and sequence parallelism,
 as torch's own examples call them."""
+EXPERTS = "ep"
+"""Name of a dimension over which experts are divided, whose ranks have samples of their own."""
 
 
 class ModelParallelism:
@@ -41,13 +43,19 @@ class ModelParallelism:
         """Those over which an optimizer's parameters are sharded, other than for data parallelism."""
         self._exchanges = False
         """Whether the model of this rank computes with what other ranks send in its forward pass."""
+        self._all_to_all: set[tuple[int, ...]] = set()
+        """Ranks, ascending, of each group that exchanges by all_to_all there: parts of sequences that the ranks share,
+        or samples of their own for experts."""
+        self._expert_ranks: set[tuple[int, ...]] = set()
+        """Ranks, ascending, of each dimension over which experts are divided."""
 
     def note_mesh(self, mesh: Any) -> None:
         place = mesh.get_coordinate()
         for dimension, name in enumerate(mesh.mesh_dim_names or ()):
-            if place is not None and name in SAME_SAMPLES and mesh.mesh.shape[dimension] > 1:
+            if place is not None and name in (*SAME_SAMPLES, EXPERTS) and mesh.mesh.shape[dimension] > 1:
                 across = [slice(None) if each == dimension else index for each, index in enumerate(place)]
-                self._named.add(tuple(sorted(mesh.mesh[tuple(across)].tolist())))
+                ranks = self._expert_ranks if name == EXPERTS else self._named
+                ranks.add(tuple(sorted(mesh.mesh[tuple(across)].tolist())))
 
     def note_sharding(self, state: Any) -> None:
         """Note over which ranks FSDP2 shards or replicates parameters, by the state of its root."""
@@ -64,13 +72,17 @@ class ModelParallelism:
         if not self._data_ranks:
             self._data_ranks.update(dist.get_process_group_ranks(model.process_group))
 
-    def note_exchange(self, operations: Sequence[str], *, is_wrapped: bool) -> None:
-        """Note the collectives in a forward pass: attention in a ring sends, tensor parallelism by hand sums.
+    def note_exchange(self, calls: Sequence[tuple[str, Sequence[int]]], *, is_wrapped: bool) -> None:
+        """Note the collectives in a forward pass, each with the ranks of its group.
 
+        Attention in a ring sends, that of a part of the heads calls all_to_all, and tensor parallelism by hand sums.
         Within a wrapper, layers such as codebooks sum over ranks with samples of their own.
         """
-        self._exchanges |= "send" in operations
-        self._exchanges |= not is_wrapped and not {"all_reduce", "reduce_scatter"}.isdisjoint(operations)
+        for operation, ranks in calls:
+            if operation == "send" or (not is_wrapped and operation in ("all_reduce", "reduce_scatter")):
+                self._exchanges = True
+            elif operation == "all_to_all":
+                self._all_to_all.add(tuple(ranks))
 
     def add_micro_batch(self, stage: Any, targets: Any, index: int) -> None:
         """Add the micro-batch of this index, whose forward pass through a pipeline's stage is done."""
@@ -97,7 +109,8 @@ class ModelParallelism:
         told = sharing | self._named
         rank, world_size, averaging = dist.get_rank(), dist.get_world_size(), len(self._data_ranks)
         why = ""
-        if self._exchanges and not told:
+        is_told = all(any({*ranks} <= {*each} for each in told) for ranks in self._all_to_all - self._expert_ranks)
+        if not is_told or (self._exchanges and not told):
             why = "the model computes with data of other ranks in its forward pass"
         elif 0 < averaging * prod(map(len, told)) < world_size and not sends:
             why = f"gradients are averaged over {averaging} of {world_size} ranks"

@@ -185,7 +185,7 @@ class Recording:
         tracker = self._tracker
         if tracker is None or tracker.open_phase != "forward" or self._in_backward or not is_training(model):
             return
-        self.parallelism.note_exchange(self.collectives.operations_of_phase, is_wrapped=bool(self._wrapped))
+        self.parallelism.note_exchange(self.collectives.calls_of_phase, is_wrapped=bool(self._wrapped))
         tracker.mark("forward", then="forward")  # the loss may be computed next, which is the same phase
         tracker.forward_done = True
         self._output_place = newest_number(output)
