@@ -20,10 +20,11 @@ from gputrain_tui.report.report_fields import (
     Verdict,
 )
 from gputrain_tui.state import RankView, RunState
-from gputrain_tui.state.figures import mean_phase_ms, mean_share, run_groups
+from gputrain_tui.state.figures import mean_phase_ms, mean_share, run_groups, run_throughput
 from gputrain_tui.state.finding_text import failure_summary, failure_words
 from gputrain_tui.state.newest_metrics import newest_values
 from gputrain_tui.state.totals import PHASES, Totals
+from gputrain_tui.tables import duration
 from trainer.contract.outcome import RESTARTED
 from trainer.contract.record import NodeSample
 
@@ -124,7 +125,8 @@ def verdict(state: RunState, facts: RunFacts) -> Verdict:
             cause=longest.cause,
             advice=longest.advice,
         )
-    return _largest_part(state)
+    largest = _largest_part(state)
+    return msgspec.structs.replace(largest, text=largest.text + _outside_of_steps(state, facts.duration_s))
 
 
 def _steps_stood(finding: FindingReport) -> int:
@@ -165,6 +167,17 @@ def _largest_part(state: RunState) -> Verdict:
     of = "" if step_ms is None else f" of {step_ms:.1f} ms"
     return Verdict(
         kind=largest, text=f"{bound}: {takes} {100 * shares[largest]:.0f} % of a step{of}; no finding stands"
+    )
+
+
+def _outside_of_steps(state: RunState, duration_s: float | None) -> str:
+    """Return what else takes more than half of the run's time; empty where that is steps, or is not known."""
+    stepping_s = run_throughput(state.ranks.values()).stepping_s
+    if not stepping_s or duration_s is None or stepping_s >= duration_s / 2 or state.record_gap:
+        return ""
+    return (
+        f"; but only {duration(stepping_s)} of {duration(duration_s)} are steps: starting, and evaluations, "
+        "checkpoints and other code between steps, take the rest"
     )
 
 

@@ -108,6 +108,17 @@ def test_the_verdict_is_failure_then_finding_then_largest_part(name: str) -> Non
     assert found.text.startswith(text)
 
 
+@pytest.mark.parametrize(("duration_s", "is_named"), [(None, False), (60.0, False), (100.0, True)])
+def test_the_verdict_names_the_time_outside_of_steps_where_it_is_most_of_the_run(
+    duration_s: float | None, is_named: bool
+) -> None:
+    state = RunState(world_size=2)
+    state.apply_all([step(1, rank, data_ms=40_000.0) for rank in range(2)])
+    text = verdict(state, facts("finished", duration_s=duration_s)).text
+    assert text.startswith("input-bound")
+    assert ("; but only 40 s of 1:40 are steps: starting, and evaluations" in text) is is_named
+
+
 def test_a_run_without_a_step_has_none_in_its_report_as_in_the_list() -> None:
     assert run_report(RunState(world_size=2), facts("failed")).step is None
 
