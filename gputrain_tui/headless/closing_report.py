@@ -231,7 +231,8 @@ def status_line(state: RunState, *, status: str | None = None, elapsed_s: float 
     resumed = f" since step {state.plan.first_update}" if state.plan is not None and state.plan.first_update else ""
     # Those that a failed attempt made after its last checkpoint are made again, and counted in both.
     of = " in all attempts" if restarts else " in all" if begun_anew else resumed * (jobs < 2)
-    steps += f", {samples:,} samples{of}" * bool(samples)
+    partly = any(each.counts_samples and each.counted_steps < each.steps for each in sums)
+    steps += f", {'at least ' * partly}{samples:,} samples{of}" * bool(samples)
     if state.record_gap and state.counts_all_steps:
         steps = f"{steps}; {state.record_gap}"
     elif state.record_gap:

@@ -257,6 +257,12 @@ def test_the_closing_line_of_a_failed_run_names_no_finding_but_its_cause(
     assert ("finding    rank 1 takes longer" in plain(closing_lines(state, 80))) is True
 
 
+def test_the_closing_line_says_that_samples_of_some_steps_are_not_known() -> None:
+    state = trained()
+    state.apply(Step(time=state.time, rank=0, step=130, epoch=1, steps=10, loss=1.0))
+    assert ", at least 7,680 samples" in paint(status_line(state), colour=False)
+
+
 def again_at_1(state: RunState) -> list[AnyEvent]:
     """Return 120 steps of each rank that begin at 1, twice."""
     step = Step(time=state.time, rank=0, step=120, epoch=1, steps=120, samples=960, loss=1.0)

@@ -118,6 +118,14 @@ def test_phases_add_up_within_a_step() -> None:
     assert (event.forward_ms, event.backward_ms, event.data_ms, event.step_ms) == (5.0, 8.0, 7.0, 20.5)
 
 
+def test_steps_that_were_seen_as_one_share_its_time_and_bytes() -> None:
+    marks = [(ms / 1e3, 0.0) for ms in (0, 3, 7, 8)]
+    sync = SyncTimes(sync_ms=3.0, exposed_ms=2.0, bucket_bytes=(400, 400), stable=True)
+    event = _event(_reading(6, steps=2, samples=16, phases=["forward", "backward"], marks=marks), sync)
+    assert (event.step, event.steps, event.samples, event.step_ms, event.forward_ms) == (6, 2, 16, 4.0, 1.5)
+    assert (event.sync_exposed_ms, event.sync_bytes, event.sync_buckets) == (1.0, 200, 1)
+
+
 def test_a_compilation_is_in_no_duration_of_its_step_and_in_the_total_of_merged_ones() -> None:
     event = _event(
         _reading(

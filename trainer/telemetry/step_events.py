@@ -70,6 +70,8 @@ class StepReading(NamedTuple):
     """Whether DDP reduced nothing in the step, as in ``no_sync()``: nothing of it is in the backward pass."""
     compiled_ns: Sequence[float] = ()
     """Time in torch.compile so far at each mark, nanoseconds; empty if the step has none."""
+    steps: int = 1
+    """Steps that were seen as one, of which ``step`` is the last."""
 
     def all_marks(self) -> Iterator[Mark]:
         """Yield all marks, which must be ready before the step's times can be read."""
@@ -169,7 +171,25 @@ def step_event(
             event.bucket_ms = [round(value, 4) for value in sync.bucket_ms]
     if times is not None:
         _add_collectives(event, times, measured=not synchronised or (sync is not None and sync.stable))
+    if reading.steps > 1:
+        _divide(event, reading.steps)
     return event
+
+
+def _divide(event: Step, steps: int) -> None:
+    """Make means of what an event of several steps has in all, except of its samples and tokens."""
+    event.steps, event.bucket_ms = steps, None
+    for name in MEANS_MS:
+        value = getattr(event, name)
+        setattr(event, name, None if value is None else rounded(value / steps))
+    if event.sync_bytes is not None:
+        event.sync_bytes //= steps
+    if event.sync_buckets is not None:
+        event.sync_buckets //= steps
+    if event.core_wait_ms is not None:
+        event.core_wait_ms = {phase: round(waited / steps, 4) for phase, waited in event.core_wait_ms.items()}
+    if event.groups is not None:
+        event.groups = merged([event.groups, *[None] * (steps - 1)])
 
 
 def _add_collectives(event: Step, times: CollectiveTimes, *, measured: bool) -> None:

@@ -177,13 +177,15 @@ class StepMeter:
         grad_norm: Scalar = None,
         grad_scale: Scalar = 1.0,
         is_local: bool = False,
+        steps: int = 1,
     ) -> None:
         """End the step and start the next one. Tensors are copied from the device without synchronising.
 
         Loss, samples and tokens are this rank's, the loss a mean in nats; None: not known. The gradient norm is the
         global one after the reduction, before clipping. ``grad_scale`` is a factor of the gradients during backward
         that is divided out afterwards (a loss scale, a normalisation after the reduction): the local gradient norm is
-        divided by it too. With ``is_local`` DDP reduced no gradients in the step.
+        divided by it too. With ``is_local`` DDP reduced no gradients in the step. ``steps`` that were seen as one share
+        its time evenly.
         """
         if not self._enabled:
             return
@@ -213,6 +215,7 @@ class StepMeter:
                 None if self._collectives is None else self._collectives.take(),
                 is_local,
                 compiled if compiled[-1] > compiled[0] else (),
+                steps,
             )
         )
         self._marks, self._phases = [end], []

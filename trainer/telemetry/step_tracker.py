@@ -153,9 +153,9 @@ class StepTracker:
         self._begin_step()
         self.meter.start()
 
-    def end(self, optimizer: Optimizer) -> None:
-        """End the step and start the next one."""
-        self.step += 1
+    def end(self, optimizer: Optimizer, steps: int = 1) -> None:
+        """End the step, or several that were seen as one, and start the next one."""
+        self.step += steps
         lr = optimizer.param_groups[0].get("lr")  # an optimizer of the script's own need not keep one there
         self._counts_samples |= bool(self.samples)
         self._has_loss |= self.loss is not None
@@ -168,6 +168,7 @@ class StepTracker:
             lr=None if lr is None or (isinstance(lr, Tensor) and lr.device.type != "cpu") else float(lr),
             grad_scale=self.grad_scale,
             is_local=self._ddp is not None and not self.synchronises,
+            steps=steps,
         )
         if self._ddp is not None and self._replica is not None and not self.synchronises:
             self._stop_comparing()

@@ -16,7 +16,9 @@ class OptimizerCycle:
     An iteration is the cycle of optimizers up to the first that steps again: with a discriminator's and a generator's
     optimizer in turn, it ends with the second one's step; if one steps several times for each step of another, each of
     its steps is an iteration. In the first cycle the other optimizers are not known yet: its first step ends the
-    iteration, and the steps of the others extend it and are not measured.
+    iteration, and the steps of the others extend it and are not measured. Where another optimizer steps twice in a row
+    in place of the last one, as where a second model is trained after the first, its first two steps are told apart too
+    late.
     """
 
     def __init__(self) -> None:
@@ -27,6 +29,13 @@ class OptimizerCycle:
         self._seen: WeakSet[Optimizer] = WeakSet()
         self._since: WeakSet[Optimizer] = WeakSet()
         """Optimizers that have stepped since an iteration's end."""
+        self._steps = 1
+        """Iterations in the one that ends."""
+
+    def take_steps(self) -> int:
+        """Return how many iterations have ended, as they were seen as one."""
+        steps, self._steps = self._steps, 1
+        return steps
 
     def ends_with(self, optimizer: Optimizer) -> bool:
         """Return whether this optimizer's step ends the iteration, as far as is known."""
@@ -46,7 +55,8 @@ class OptimizerCycle:
         if not self.ends_with(optimizer) and optimizer not in self._since:
             self._since.add(optimizer)
             return "belongs"
-        # This may be another optimizer than before, if that one is not used any more.
+        if not self.ends_with(optimizer):  # the one before is not used any more, or not each time
+            self._steps = 2
         self._last = ref(optimizer)
         self._since.clear()
         return "ends"

@@ -415,7 +415,8 @@ class Recording:
         return "other" if after_backward else tracker.open_phase
 
     def _end(self, tracker: StepTracker, optimizer: Optimizer) -> None:
-        tracker.loss = self.losses.total(tracker.device)
+        steps = self._cycle.take_steps()
+        tracker.loss = self.losses.total(tracker.device) if steps == 1 else None
         pipelined = self.parallelism.pipelined
         called = None if self._misses_calls or len(self._called) > 1 or not tracker.size[0] else tracker.size
         if pipelined is not None:
@@ -428,7 +429,7 @@ class Recording:
         counts = self.parallelism.counts_samples(optimizer, sends=sends)
         if not counts or (pipelined is None and tracker.loss is None and self.collectives.sends):
             tracker.size = None, None
-        tracker.end(optimizer)
+        tracker.end(optimizer, steps)
         self._unseen.end_step()
         self._begin_step()
 
