@@ -172,6 +172,9 @@ def test_bytes_of_nested_tensors() -> None:
     four = torch.ones(4)
     assert [bytes_of(each) for each in (four, [four], [[four, four], [four]], [], None)] == [16, 16, 48, 0, 0]
     assert bytes_of(torch.nn.Parameter(four)) == 16
+    indices_and_values = 2 * 4 * 8 + 4 * 4
+    sparse = torch.eye(4).to_sparse()
+    assert [bytes_of(each) for each in (sparse, [sparse], torch.nn.Parameter(sparse))] == [indices_and_values] * 3
 
 
 @pytest.mark.parametrize(

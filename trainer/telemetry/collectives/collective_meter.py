@@ -80,7 +80,6 @@ class CollectiveMeter:
         self._in_backward: Callable[[], bool] = lambda: False
         self._phases: Sequence[object] = ()
         self._step = StepCollectives(self.names.named, detailed=False)
-        self._seen = False
         self._works: dict[int, tuple[ref[Any], Call]] = {}
         """Calls by the address of their ``Work``, and of the futures made of it."""
         self._tensors: dict[int, Call] = {}
@@ -113,7 +112,7 @@ class CollectiveMeter:
 
     def take(self) -> StepCollectives | None:
         """Return the collectives of the step that ends; None before the first one, and after a fault."""
-        return self._step if self._seen and self.fault is None else None
+        return self._step if self.names.named and self.fault is None else None
 
     @property
     def sends(self) -> bool:
@@ -147,7 +146,7 @@ class CollectiveMeter:
             tensors: Tensor or nested lists of them whose bytes count.
         """
         try:
-            # Written out, since a step may have hundreds of calls.
+            # Here and below what is short is written out: a step may have hundreds of calls.
             if (get_ident() != self._thread or self._streams is not None or _comm_hooks) and not self._followed():
                 return None
             call = self._outer
@@ -156,7 +155,11 @@ class CollectiveMeter:
                 index = known[1] if known is not None and known[0]() is group else self.names.index(group)
                 if index is None:
                     return None
-                call = self._add(index, operation, bytes_of(tensors))
+                nbytes, start = bytes_of(tensors), self._mark()
+                call = Call(index, operation, nbytes, len(self._phases), start, start)
+                self._step.calls.append(call)
+                if self._streams is not None:
+                    self._streams.issued(call)
             else:
                 call.bytes += bytes_of(tensors)
                 call.begun = self._mark()
@@ -169,7 +172,10 @@ class CollectiveMeter:
     def launched(self, call: Call, work: Any) -> None:
         """The call has returned its work; without one it is complete, or has raised."""
         try:
-            self._end(call, work is None)
+            self.blocked = outer = self._outer
+            if self._streams is None or not self._streams.is_elsewhere():
+                complete = work is None and call is not outer
+                self._step.waits.append((call, len(self._phases), call.begun, self._mark(), complete))
             if work is not None:
                 works = self._works
                 works[id(work)] = ref(work), call
@@ -196,7 +202,9 @@ class CollectiveMeter:
             known = self._works.pop(id(work), None)
             if known is None or known[0]() is not work:
                 return None
-            return self._begin_wait(known[1])
+            self.blocked = call = known[1]
+            call.begun = self._mark()
+            return call
         except Exception as error:  # noqa: BLE001 - written out, as a step may have hundreds of these calls
             self.fail(error)
             return None
@@ -211,9 +219,13 @@ class CollectiveMeter:
 
     def end_wait(self, call: Call) -> None:
         try:
-            last = not call.waited  # a work and its future may both be waited for
+            self.blocked = outer = self._outer
+            if self._streams is None or not self._streams.is_elsewhere():
+                # A work and its future may both be waited for. A function that calls collectives itself is complete
+                # when it returns.
+                complete = not call.waited and call is not outer
+                self._step.waits.append((call, len(self._phases), call.begun, self._mark(), complete))
             call.waited = True
-            self._end(call, last)
         except Exception as error:  # noqa: BLE001 - written out, as a step may have hundreds of these calls
             self.fail(error)
 
@@ -240,8 +252,13 @@ class CollectiveMeter:
         index = None if resolved is None else self.names.index(resolved)
         if index is None:
             return None
-        self._outer = self._add(index, operation, bytes_of(tensors))
-        return self._outer
+        nbytes, start = bytes_of(tensors), self._mark()
+        call = Call(index, operation, nbytes, len(self._phases), start, start)
+        self._step.calls.append(call)
+        if self._streams is not None:
+            self._streams.issued(call)
+        self._outer = call
+        return call
 
     @guarded_call
     def shut(self, call: Call, results: Any = (), *, gathers: bool = False) -> None:
@@ -295,27 +312,10 @@ class CollectiveMeter:
             return False
         return self._streams is None or not self._is_capturing()
 
-    def _add(self, group: int, operation: str, nbytes: int) -> Call:
-        start = self._mark()
-        call = Call(group, operation, nbytes, len(self._phases), start, start)
-        self._step.calls.append(call)
-        self._seen = True
-        if self._streams is not None:
-            self._streams.issued(call)
-        return call
-
     def _begin_wait(self, call: Call) -> Call:
         self.blocked = call
         call.begun = self._mark()
         return call
-
-    def _end(self, call: Call, last: bool) -> None:
-        """The training thread is no longer blocked in a call, or in the wait for it."""
-        self.blocked = outer = self._outer
-        if self._streams is not None and self._streams.is_elsewhere():
-            return
-        # A function that calls collectives itself is complete when it returns.
-        self._step.waits.append((call, len(self._phases), call.begun, self._mark(), last and call is not outer))
 
     def _forget(self) -> None:
         """Forget works and results for which nothing has waited."""
@@ -333,8 +333,11 @@ def bytes_of(tensors: Any) -> int:
     """Return the bytes of a tensor, or of all in nested lists."""
     if type(tensors) is list and len(tensors) == 1:
         tensors = tensors[0]
-    if type(tensors) is Tensor and tensors.layout is torch.strided:
-        return tensors.nbytes
+    if type(tensors) is Tensor:
+        try:
+            return tensors.nbytes
+        except RuntimeError:
+            pass  # it is sparse
     if isinstance(tensors, list | tuple):
         return sum([bytes_of(each) for each in tensors])
     if isinstance(tensors, Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -39,14 +40,16 @@ def collective_times(step: StepCollectives, phases: Sequence[str], start: Mark, 
     if "excluded" in names:
         calls = [call for call in calls if names[min(call.interval, last_phase)] != "excluded"]
         waits = [wait for wait in waits if names[min(wait[1], last_phase)] != "excluded"]
-    by_group: dict[int, _Sum] = {}
+    # One key to all sums of a wait: the training thread, which may have hundreds, cannot run Python meanwhile.
+    called = Counter([(call.group, call.operation) for call in calls])
+    sizes = [0] * len(step.groups)
     for call in calls:
-        total = by_group.get(call.group) or by_group.setdefault(call.group, _Sum())
-        total.calls += 1
-        total.bytes += call.bytes
-        operations = total.operations
-        operations[call.operation] = operations.get(call.operation, 0) + 1
-    exposed, delayed_s = [0.0] * len(names), [0.0] * len(names)
+        sizes[call.group] += call.bytes
+    blocked_ms: dict[tuple[int, str, int], float] = {}
+    """By group, operation and interval."""
+    delayed_s = [0.0] * len(names)
+    total_ms: dict[int, float] = {}
+    """From the call to the end of the wait, by group."""
     counts_delay = isinstance(clock, HostClock) and clock.counts_waits
     ends: dict[Call, tuple[float, float]] = {}
     begins_ms = clock.offsets_ms(start, [wait[2] for wait in waits])
@@ -56,31 +59,33 @@ def collective_times(step: StepCollectives, phases: Sequence[str], start: Mark, 
     for (call, interval, begin, end, last), begin_ms, end_ms in zip(
         reversed(waits), reversed(begins_ms), reversed(ends_ms), strict=True
     ):
-        phase, blocked_ms = min(interval, last_phase), end_ms - begin_ms
-        exposed[phase] += blocked_ms
+        key = call.group, call.operation, interval
+        blocked_ms[key] = blocked_ms.get(key, 0.0) + end_ms - begin_ms
         if counts_delay:
-            delayed_s[phase] += end[1] - begin[1]
-        total = by_group.get(call.group) or by_group.setdefault(call.group, _Sum())
-        total.waits += 1
-        total.exposed_ms += blocked_ms
-        of = total.operation_exposed_ms
-        of[call.operation] = of.get(call.operation, 0.0) + blocked_ms
+            delayed_s[min(interval, last_phase)] += end[1] - begin[1]
+        if step.detailed:
+            ends[call] = max(end_ms, ends.get(call, NO_WAIT)[0]), ends.get(call, NO_WAIT)[1] + end_ms - begin_ms
         if last:
             if begin is not call.start:
                 begin_ms = clock.elapsed_ms(start, call.start)
-            total.complete += 1
-            total.total_ms += end_ms - begin_ms
+            total_ms[call.group] = total_ms.get(call.group, 0.0) + end_ms - begin_ms
         if begin_ms < reached_ms:  # what began in an earlier step counts from the start of this one
-            covered_ms += max(0.0, min(end_ms, reached_ms) - max(begin_ms, 0.0))
+            under_way_ms = (end_ms if end_ms < reached_ms else reached_ms) - (begin_ms if begin_ms > 0.0 else 0.0)
+            if under_way_ms > 0.0:
+                covered_ms += under_way_ms
             reached_ms = begin_ms
-        if step.detailed:
-            ends[call] = max(end_ms, ends.get(call, NO_WAIT)[0]), ends.get(call, NO_WAIT)[1] + blocked_ms
+    exposed_ms = [0.0] * len(names)
+    for (_, _, interval), blocked in blocked_ms.items():
+        exposed_ms[min(interval, last_phase)] += blocked
     return CollectiveTimes(
-        _by_phase(names, exposed),
+        _by_phase(names, exposed_ms),
         _by_phase(names, delayed_s, 1e3) if counts_delay else None,
         covered_ms,
-        sum([total.bytes for total in by_group.values()]),
-        [_group_sync(step.groups[index].name, total) for index, total in by_group.items()],
+        sum(sizes),
+        [
+            _group_sync(step.groups[group].name, group, sizes[group], called, blocked_ms, total_ms.get(group))
+            for group in dict.fromkeys([key[0] for key in (*called, *blocked_ms)])
+        ],
         [
             _single(call, step, clock.elapsed_ms(start, call.start), *ends.get(call, NO_WAIT))
             for call in calls[:MAX_CALLS]
@@ -133,28 +138,28 @@ def _by_phase(names: Sequence[str], values: Sequence[float], factor: float = 1.0
     return sums
 
 
-class _Sum:
-    """Collectives of a group."""
-
-    __slots__ = ("bytes", "calls", "complete", "exposed_ms", "operation_exposed_ms", "operations", "total_ms", "waits")
-
-    def __init__(self) -> None:
-        self.calls = self.bytes = self.waits = self.complete = 0
-        self.exposed_ms = self.total_ms = 0.0
-        self.operations: dict[str, float] = {}
-        self.operation_exposed_ms: dict[str, float] = {}
-
-
-def _group_sync(name: str, total: _Sum) -> GroupSync:
+def _group_sync(
+    name: str,
+    index: int,
+    size: int,
+    called: Mapping[tuple[int, str], int],
+    blocked_ms: Mapping[tuple[int, str, int], float],
+    total_ms: float | None,
+) -> GroupSync:
+    operations: dict[str, float] = {operation: calls for (group, operation), calls in called.items() if group == index}
+    exposed_ms: dict[str, float] = {}
+    for (group, operation, _), blocked in blocked_ms.items():
+        if group == index:
+            exposed_ms[operation] = exposed_ms.get(operation, 0.0) + blocked
     return GroupSync(
         group=name,
-        calls=total.calls,
-        bytes=total.bytes,
-        exposed_ms=round(total.exposed_ms, 4) if total.waits else None,
-        total_ms=round(total.total_ms, 4) if total.complete else None,
-        operations=total.operations,
-        operation_exposed_ms={operation: round(ms, 4) for operation, ms in total.operation_exposed_ms.items()}
-        if len(total.operations.keys() | total.operation_exposed_ms.keys()) > 1
+        calls=sum(operations.values()),
+        bytes=size,
+        exposed_ms=round(sum(exposed_ms.values()), 4) if exposed_ms else None,
+        total_ms=_rounded(total_ms),
+        operations=operations,
+        operation_exposed_ms={operation: round(ms, 4) for operation, ms in exposed_ms.items()}
+        if len(operations.keys() | exposed_ms.keys()) > 1
         else {},
     )
 
