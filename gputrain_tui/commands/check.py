@@ -13,6 +13,7 @@ from gputrain_tui.commands.shared_flags import add_recipe
 from gputrain_tui.lifecycle.prepared import prepare
 from gputrain_tui.output import print_json, print_message, print_styled
 from gputrain_tui.preflight import CheckResult, NotReadyError, summary
+from gputrain_tui.preflight.result import by_hosts
 from gputrain_tui.recipe.build import load
 from gputrain_tui.tables import printable, width
 from trainer.contract.errors import ExitCode
@@ -43,10 +44,10 @@ def run(args: Namespace) -> int:
 
 
 def report(results: Sequence[CheckResult], name: str, *, colour: bool = False) -> str:
-    """Return the results as text: one line each, with fix and key below."""
+    """Return the results as text: one line each, with fix and key below; one for hosts with the same result."""
     wide = max(width(result.check) for result in results)
     lines = [f"{printable(name)}: {summary(results)}"]
-    for result in results:
+    for result in by_hosts(results):
         sign, sgr = SIGNS[result.status]
         shown = f"\x1b[{sgr}m{sign}\x1b[0m" if colour else sign
         space = " " * (wide - width(result.check))

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 
 from gputrain_tui.plan.planner import Plan
-from trainer.contract.errors import RequestError
+from trainer.contract.errors import RequestError, listed
 
 CheckStatus = Literal["ok", "note", "warning", "error"]
 """An error keeps a run from starting; a warning and a note do not."""
@@ -76,3 +76,16 @@ def summary(results: Sequence[CheckResult]) -> str:
     counts = [(len(errors(results)), "error"), (len(warnings(results)), "warning")]
     parts = [f"{count} {word}{'s' * (count != 1)}" for count, word in counts if count]
     return ", ".join(parts) if parts else "ready"
+
+
+def by_hosts(results: Sequence[CheckResult]) -> list[CheckResult]:
+    """Return the results with those that differ in nothing but the host as one, which names all their hosts."""
+    of_hosts: dict[CheckResult, list[str]] = {}
+    for result in results:
+        of_hosts.setdefault(msgspec.structs.replace(result, host=""), []).append(result.host)
+    return [
+        msgspec.structs.replace(
+            result, host=hosts[0] if len(hosts) == 1 else listed([each or "this machine" for each in hosts])
+        )
+        for result, hosts in of_hosts.items()
+    ]

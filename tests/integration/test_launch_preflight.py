@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from launch_screens import TEXT, open_launch_screen, set_field, small_folder
+from msgspec.structs import replace
 from row_texts import row_text
 from screens_at_rest import in_loop, screen_text, settle, toasts
 from small_disk import small_file_system
 
+from gputrain_tui.commands.check import report
 from gputrain_tui.console.validate_recipe import ValidatedRecipe, validate_recipe
 from gputrain_tui.console.widgets.form import draw_field
 from gputrain_tui.console.widgets.preflight_summary import draw_preflight
@@ -57,6 +59,30 @@ def test_errors_come_first_and_lines_that_do_not_fit_are_counted() -> None:
     assert drawn[1:] == ["  ✗ data  bad 1 → mend it", "  ✗ data  bad 2 → mend it"]
     assert "2 of 3 shown" in drawn[0]
     assert rows(found, height=4)[3] == "  ! data  slow"
+
+
+def test_what_is_wrong_on_several_hosts_alike_is_one_result_that_names_them() -> None:
+    everywhere = [replace(result("error", what="is missing", fix="push it"), host=f"n{index}") for index in range(16)]
+    found = [*everywhere, replace(result("error", what="is read-only"), host="n7"), result("warning", what="slow")]
+    head, *drawn = rows(found, width=80, height=9)
+    assert head.startswith("preflight  ✗ 17 errors, 1 warning ")
+    assert drawn == [
+        "  ✗ data  n0, n1, n2, n3 and 12 more: is missing → push it",
+        "  ✗ data  n7: is read-only",
+        "  ! data  slow",
+    ]
+    assert report(found, "several").splitlines() == [
+        "several: 17 errors, 1 warning",
+        "✗ data  n0, n1, n2, n3 and 12 more: is missing",
+        "        → push it",
+        "✗ data  n7: is read-only",
+        "! data  slow",
+    ]
+
+
+def test_a_result_of_this_machine_and_of_hosts_names_both() -> None:
+    alike = [result("warning", what="slow"), replace(result("warning", what="slow"), host="h2")]
+    assert rows(alike)[1:] == ["  ! data  this machine, h2: slow"]
 
 
 def test_an_error_is_whole_however_long_it_is() -> None:

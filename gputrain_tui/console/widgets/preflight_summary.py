@@ -8,6 +8,7 @@ from itertools import accumulate, chain
 from gputrain_tui.console.widgets.canvas import Canvas
 from gputrain_tui.console.widgets.drawing import Row, fit_row, title_row, wrap_text
 from gputrain_tui.preflight import CheckResult, errors, summary, warnings
+from gputrain_tui.preflight.result import by_hosts
 from gputrain_tui.tables import printable
 
 
@@ -35,11 +36,11 @@ def draw_preflight(
 
 
 def _blocks(results: Sequence[CheckResult], problem: str, width: int) -> list[list[Row]]:
-    """Return the rows of each error, then of each warning; of a problem those alone."""
+    """Return the rows of each error, then of each warning, as one for hosts with the same; of a problem those alone."""
     if problem:
         return [_wrapped("✗", problem, "error", width)]
-    worst = [("✗", "error", result) for result in errors(results)]
-    worst += [("!", "warning", result) for result in warnings(results)]
+    worst = [("✗", "error", result) for result in by_hosts(errors(results))]
+    worst += [("!", "warning", result) for result in by_hosts(warnings(results))]
     name_cells = max((len(result.check) for _, _, result in worst), default=0) + 2
     blocks = []
     for sign, role, result in worst:
