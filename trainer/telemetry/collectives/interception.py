@@ -48,6 +48,8 @@ METHODS: dict[str, tuple[str, int]] = {
     "all_to_all_single": ("all_to_all", 1),
     "broadcast": ("broadcast", 0),
     "gather": ("gather", 1),
+    "gather_single": ("gather", 1),
+    "gather_into_tensor": ("gather", 1),
     "scatter": ("scatter", 1),
     "send": ("send", 0),
     "recv": ("recv", 0),

@@ -88,7 +88,7 @@ class ModelParallelism:
         """Add the micro-batch of this index, whose forward pass through a pipeline's stage is done."""
         size: BatchSize = 0, None
         if stage.is_last:
-            samples = size_of(stage.fwd_cache[index][1][:1])[0]
+            samples = size_of(_inputs_of_stage(stage, index)[:1])[0]
             of_target, tokens = size_of(targets[index])
             # A target may have one dimension for samples and tokens; otherwise these samples are none.
             if samples and of_target and of_target % samples:
@@ -116,6 +116,16 @@ class ModelParallelism:
             why = f"gradients are averaged over {averaging} of {world_size} ranks"
         self.unknown = why and f"{why}, and no DeviceMesh has a dimension tp, cp or sp of ranks with the same samples"
         return not why and all(rank == ranks[0] for ranks in told)
+
+
+def _inputs_of_stage(stage: Any, index: int) -> Sequence[Any]:
+    """Return what a pipeline's stage keeps of the inputs of a micro-batch; nothing where another torch keeps none."""
+    kept = getattr(stage, "_forward_chunk_states", None)  # from torch 2.15 on
+    if kept is not None:
+        inputs: Sequence[Any] = kept[index].input_values
+        return inputs
+    kept = getattr(stage, "fwd_cache", None)
+    return () if kept is None else kept[index][1]
 
 
 def _sharing_ranks(optimizer: Optimizer, data_ranks: Set[int]) -> set[tuple[int, ...]]:
