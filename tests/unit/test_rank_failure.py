@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from bdb import BdbQuit
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,10 @@ def test_a_log_that_ends_with_such_an_error_names_it_too(tmp_path: Path) -> None
         (ValueError(), "ValueError"),
         (RuntimeError("Caught nothing"), "RuntimeError: Caught nothing"),
         (RuntimeError("Caught fish in a net."), "RuntimeError: Caught fish in a net."),
+        (
+            BdbQuit(),
+            "BdbQuit: breakpoint() needs a terminal, and a rank has none; attach a debugger such as debugpy instead",
+        ),
     ],
 )
 def test_another_error_is_shown_by_its_class_and_first_line(error: BaseException, line: str) -> None:

@@ -61,7 +61,10 @@ def error_line(error: BaseException) -> str:
     lines = [line for line in text_of(error).splitlines() if line.strip()]
     if lines and (reraised := _RERAISED.match(lines[0])) and (original := _last_error(lines[1:])):
         return f"{original} (in {reraised[1] or reraised[2].lower()})"
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    name = type(error).__name__
+    if name == "BdbQuit" and not lines:  # of the standard library, whose debugger found the end of its input
+        return "BdbQuit: breakpoint() needs a terminal, and a rank has none; attach a debugger such as debugpy instead"
+    return f"{name}: {lines[0]}" if lines else name
 
 
 def text_of(error: BaseException) -> str:
