@@ -84,7 +84,7 @@ def collective_times(step: StepCollectives, phases: Sequence[str], start: Mark, 
         sum(sizes),
         [
             _group_sync(step.groups[group].name, group, sizes[group], called, blocked_ms, total_ms.get(group))
-            for group in dict.fromkeys([key[0] for key in (*called, *blocked_ms)])
+            for group in dict.fromkeys([*(group for group, _ in called), *(group for group, _, _ in blocked_ms)])
         ],
         [
             _single(call, step, clock.elapsed_ms(start, call.start), *ends.get(call, NO_WAIT))
