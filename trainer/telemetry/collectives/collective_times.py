@@ -60,15 +60,15 @@ def collective_times(step: StepCollectives, phases: Sequence[str], start: Mark, 
         reversed(waits), reversed(begins_ms), reversed(ends_ms), strict=True
     ):
         key = call.group, call.operation, interval
-        blocked_ms[key] = blocked_ms.get(key, 0.0) + end_ms - begin_ms
+        blocked_ms[key] = blocked_ms.get(key, 0.0) + (end_ms - begin_ms)
         if counts_delay:
             delayed_s[min(interval, last_phase)] += end[1] - begin[1]
         if step.detailed:
-            ends[call] = max(end_ms, ends.get(call, NO_WAIT)[0]), ends.get(call, NO_WAIT)[1] + end_ms - begin_ms
+            ends[call] = max(end_ms, ends.get(call, NO_WAIT)[0]), ends.get(call, NO_WAIT)[1] + (end_ms - begin_ms)
         if last:
             if begin is not call.start:
                 begin_ms = clock.elapsed_ms(start, call.start)
-            total_ms[call.group] = total_ms.get(call.group, 0.0) + end_ms - begin_ms
+            total_ms[call.group] = total_ms.get(call.group, 0.0) + (end_ms - begin_ms)
         if begin_ms < reached_ms:  # what began in an earlier step counts from the start of this one
             under_way_ms = (end_ms if end_ms < reached_ms else reached_ms) - (begin_ms if begin_ms > 0.0 else 0.0)
             if under_way_ms > 0.0:
