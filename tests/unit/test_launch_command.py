@@ -143,6 +143,10 @@ def test_the_script_its_arguments_and_the_environment_are_kept(
     [
         ("torchrun --log-dir logs train.py", "--log-dir logs has no counterpart and is left out"),
         (
+            "torchrun --log-line-prefix-template x train.py",
+            "--log-line-prefix-template x has no counterpart and is left out",
+        ),
+        (
             "torchrun --nnodes 3 train.py",
             "does not name 3 of its 3 hosts: put their names in place of host0, host1, ho",
         ),
