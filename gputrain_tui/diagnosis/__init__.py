@@ -25,6 +25,7 @@ from gputrain_tui.diagnosis.lost_hosts import lost_nodes
 from gputrain_tui.diagnosis.memory_growth import MemoryGrowth
 from gputrain_tui.diagnosis.rank_activity import RankActivity
 from gputrain_tui.diagnosis.row import StepRow
+from gputrain_tui.diagnosis.slow_evaluations import SlowEvaluations
 from gputrain_tui.diagnosis.stall import stalls
 from gputrain_tui.diagnosis.straggler import stragglers
 from gputrain_tui.diagnosis.symptom import Symptom
@@ -38,7 +39,7 @@ __all__ = ["HISTORY", "KINDS", "OTHER_KINDS", "Diagnosis"]
 
 KINDS = frozenset((
     "straggler", "imbalance", "input_bound", "communication_bound", "cpu_contention", "memory_creep", "non_finite",
-    "loss_spike", "outside_torch", "stalled", "gpu_throttled", "desync", "uneven_speeds",
+    "loss_spike", "outside_torch", "stalled", "gpu_throttled", "desync", "uneven_speeds", "slow_evaluation",
 ))  # fmt: skip
 """Kinds of findings that this package raises; ``desync`` is also raised by ranks that compare themselves."""
 OTHER_KINDS = frozenset((
@@ -67,6 +68,7 @@ class Diagnosis:
         self._contention = Contention()
         self._gpu_throttling = GpuThrottling()
         self._memory = MemoryGrowth()
+        self._evaluations = SlowEvaluations()
         self._non_finite = NonFinite()
         self._activity = RankActivity()
         self._adopted = False
@@ -160,6 +162,7 @@ class Diagnosis:
             "cpu_contention": lambda: self._contention.symptoms(state),
             "gpu_throttled": lambda: self._gpu_throttling.symptoms(state),
             "non_finite": lambda: self._non_finite.symptoms(state, now),
+            "slow_evaluation": lambda: self._evaluations.symptoms(state),
             "memory_creep": lambda: self._memory.symptoms(state),
             "outside_torch": lambda: outside_torch(state, self._timeline),
             "desync": lambda: [] if _ranks_reported_desync(state) else desync(state),

@@ -76,6 +76,8 @@ ADVICE = {
     "communication_bound_groups": "synchronise less often (gradient accumulation), send bf16 (MixedPrecisionPolicy), "
     "shard in larger parts (fewer fully_shard calls) so that they overlap with computing, keep groups that exchange "
     "most, as of tensor parallelism, within a host, and check that the fastest network interface is used",
+    "slow_evaluation": "look for work that only this rank does there: more samples than the others', metrics, saving, "
+    "printing; `gputrain stacks` shows where while it runs",
     "imbalance": "batches of unequal length are the usual cause: group samples of equal length (sort them, "
     "max_tokens) or balance the tokens over the ranks; otherwise look for occasional work of single ranks: "
     "augmentation, reading, logging, garbage collection",

@@ -19,7 +19,8 @@ def hang(
 
     A rank hangs if it is stalled, the others wait for it, and it has made no progress for the time-out. A learned
     time-out also asks that its processes did nothing: a rank that computes goes on. It is not learned for a rank that
-    saves, which slow storage may keep waiting. A rank in which a debugger waits for a person does not hang.
+    saves, which slow storage may keep waiting. A rank in which a debugger waits for a person does not hang. Where none
+    is known to be the one that others wait for, the run hangs if no rank has done anything for a given time-out.
 
     Args:
         state: the run.
@@ -51,7 +52,21 @@ def hang(
             step=None if view.awaits_first_step else view.step,
             message=f"{_where(state, view)}{held}; the others waited {int(silence_s)} s for it",
         )
-    return None
+    return None if timeout_s is None else _common_hang(state, activity, now, timeout_s)
+
+
+def _common_hang(state: RunState, activity: RankActivity, now: float, timeout_s: float) -> Failure | None:
+    finding = state.findings.get(("stalled", None))
+    running = [view for view in state.ranks.values() if view.state not in ("finished", "failed")]
+    if finding is None or any(view.awaits_start or _is_debugged(state, view) for view in running):
+        return None
+    idle_s = [
+        min(activity.silence_s(view, now, since=state.silence_ended_at), now - activity.active_at.get(view.rank, now))
+        for view in running
+    ]
+    if min(idle_s, default=0.0) < timeout_s:
+        return None
+    return Failure(time=now, kind="stalled", message=finding.message)
 
 
 def _where(state: RunState, view: RankView) -> str:

@@ -136,6 +136,14 @@ BOUND_CRITICAL_SHARE = threshold(0.60, "share", "waiting_for_data_on_all_ranks_i
 """Share of a step for a critical finding."""
 
 
+# ------------------------------------------------------------ evaluations
+
+EVALUATIONS = threshold(3, "events", "a_rank_that_is_late_in_each_evaluation_is_named")
+"""Evaluations in a row in which the same rank must be late: other work on a machine delays one or another."""
+EVALUATION_SHARE = threshold(0.05, "share", "a_late_evaluation_counts_by_its_share_of_the_time_between_two")
+"""Lateness as a share of the time from one evaluation to the next, for a finding."""
+
+
 # ------------------------------------------------------------ waits for cores
 
 CORE_WAIT_SAMPLES = threshold(10, "samples", "more_busy_threads_than_cores_are_reported_with_the_threads_to_set")

@@ -54,6 +54,8 @@ class Environment:
     """Digest of the file of the user's task or script; empty for a built-in task, and where it is missing."""
     own_file: str = ""
     """Path of that file, also if it is missing; empty for a built-in task."""
+    hiding: Sequence[str] = ()
+    """Files beside the script that ``hiding_files`` returns."""
     data: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Number of files and their bytes for each option of the task that names an existing file or folder."""
     data_problem: str = ""
@@ -70,12 +72,14 @@ def read_environment(
     options: Mapping[str, Any],
     start: Mapping[str, str] | None = None,
     shares: Mapping[str, Any] | None = None,
+    *,
+    is_module: bool = False,
 ) -> Environment:
     """Read the environment of this interpreter for a task, the user's own or a built-in one, or for a script.
 
     ``start`` and ``shares`` are the arguments of ``start_problem`` and ``recorded_shares``, where rank 0 reads them.
     """
-    own = _own_file(task, script)
+    own = _own_file(f"{script}:", "") if is_module else _own_file(task, script)
     trainer = _folder_of("trainer")
     torch = installed_torch()
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -90,6 +94,7 @@ def read_environment(
         open_files=None if open_files == resource.RLIM_INFINITY else open_files,
         own_code=digest(own) if own is not None and own.is_file() else "",
         own_file="" if own is None else str(own),
+        hiding=hiding_files(script, is_module=is_module) if script else (),
         data={name: size for name, value in options.items() if (size := _files_and_bytes(value)) is not None},
         data_problem=_data_problem(task, options) if trainer is not None else "",
         start_problem=_start_problem(start) if trainer is not None and start else "",
@@ -108,6 +113,30 @@ def installed_torch() -> Torch:
         text = ""
     assignments = dict(re.findall(r"(?m)^(\w+)(?:\s*:[^=]+)?\s*=\s*'([^']*)'", text))
     return Torch(version=assignments.get("__version__", "?"), cuda=assignments.get("cuda"), hip=assignments.get("hip"))
+
+
+def hiding_files(script: str, *, is_module: bool) -> list[str]:
+    """Return what lies beside a script and is imported in place of torch or of a module of Python's own.
+
+    Modules that are built into the interpreter are found before any file.
+    """
+    folder = Path() if is_module else Path(os.path.expanduser(script)).parent  # noqa: PTH111
+    files = []
+    with contextlib.suppress(OSError):
+        for path in sorted(folder.iterdir()):
+            is_package = path.joinpath("__init__.py").is_file()
+            if path.suffix != ".py" and not is_package:
+                continue
+            if path.stem == "torch":
+                hides = not path.joinpath("version.py").is_file()  # else it is a torch
+            else:
+                hides = path.stem in sys.stdlib_module_names and not (
+                    importlib.machinery.BuiltinImporter.find_spec(path.stem)
+                    or importlib.machinery.FrozenImporter.find_spec(path.stem)
+                )
+            if hides:
+                files.append(str(path))
+    return files
 
 
 def digest(*files: Path) -> str:
@@ -180,7 +209,8 @@ def _own_file(task: str, script: str) -> Path | None:
         if spec is not None and not rest and spec.origin is not None:
             return Path(spec.origin)
         for folder in (spec and spec.submodule_search_locations) or ():
-            for path in (Path(folder, *rest).with_suffix(".py"), Path(folder, *rest, "__init__.py")):
+            within = Path(folder, *rest)
+            for path in (within.with_suffix(".py"), within / "__init__.py", within / "__main__.py"):
                 if path.is_file():
                     return path
     return Path(first, *rest).with_suffix(".py")

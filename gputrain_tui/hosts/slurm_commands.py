@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from trainer.contract.errors import RequestError
+from trainer.host.stop_request import signals_blocked
 
 COMMAND_TIMEOUT_S = 30.0
 """Time limit of a command; Slurm's own for a message is 10 s, and it retries."""
@@ -117,7 +119,10 @@ def requeue(number: int) -> None:
     Raises:
         RequestError: Slurm refuses, with its message in one line.
     """
-    _call(["scontrol", "requeue", str(number)])
+    # Slurm ends the job's processes, its own command too, at times before that has the answer: it would be taken for a
+    # refusal, and the job would get a successor besides.
+    with signals_blocked([signal.SIGTERM]):
+        _call(["scontrol", "requeue", str(number)])
 
 
 def exclude(number: int, hosts: str) -> None:

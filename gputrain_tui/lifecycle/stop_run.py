@@ -114,8 +114,8 @@ def stop(run: Run, origin: int = STOP_COMMAND_SIGNAL) -> tuple[str, list[int]]:
     if now.state not in ENDED:
         raise RequestError(f"{problem or f'{now.id} is {now.state}'}; {_left(left, complete=False)}")
     is_silent = any(finding.kind == "host_silent" for finding in now.status.findings)
-    complete = not is_silent and (not taken_over or _has_all_outcomes(run.dir))
-    return _report(now, left, was_over=run.state in ENDED, complete=complete), left
+    complete = not taken_over or _has_all_outcomes(run.dir)
+    return _report(now, left, was_over=run.state in ENDED, complete=complete, is_silent=is_silent), left
 
 
 def _stop_through_file(run: Run, host: str, origin: int) -> tuple[str, list[int]]:
@@ -142,7 +142,7 @@ def _has_all_outcomes(run_dir: RunDir) -> bool:
         return False
 
 
-def _report(run: Run, left: list[int], *, was_over: bool, complete: bool = True) -> str:
+def _report(run: Run, left: list[int], *, was_over: bool, complete: bool = True, is_silent: bool = False) -> str:
     if was_over:
         how = f"{'was' if run.state == 'stopped' else 'has'} {run.state} already"
     elif run.state == "failed" and run.status.message:
@@ -150,7 +150,7 @@ def _report(run: Run, left: list[int], *, was_over: bool, complete: bool = True)
     else:
         kept = attempt_outcome.describe_kept(run.dir, _recorded_nodes(run.dir)) if run.state == "stopped" else ""
         how = f"is {run.state}" + (kept and f" {kept}")
-    return f"{run.id} {how}; {_left(left, complete=complete)}"
+    return f"{run.id} {how}; {_left(left, complete=complete, is_silent=is_silent)}"
 
 
 def _recorded_nodes(run_dir: RunDir) -> list[int]:
@@ -175,9 +175,13 @@ def _stop_without_record(path: Path, origin: int, *, complete: bool = False) -> 
     return f"{path.name} is stopped; its run directory {problem}; {_left(left, complete=complete)}", left
 
 
-def _left(pids: list[int], *, complete: bool = True) -> str:
-    """Return the processes left; ``complete``: whether each process was a descendant of one that has ended them all."""
-    return f"processes left: {', '.join(map(str, pids)) or ('none' if complete else 'none found')}"
+def _left(pids: list[int], *, complete: bool = True, is_silent: bool = False) -> str:
+    """Return the processes left.
+
+    ``complete``: each process was a descendant of one that has ended them all; ``is_silent``: a host does not answer.
+    """
+    none = ("none" if complete else "none found") + (" on the hosts that answer" if is_silent else "")
+    return f"processes left: {', '.join(map(str, pids)) or none}"
 
 
 def _stop_timeout_s(run_dir: RunDir) -> float:

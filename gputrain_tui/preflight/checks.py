@@ -6,6 +6,7 @@ A check without its facts gives no result.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -87,6 +88,7 @@ def _inputs(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNode])
             f"{script.script} is run as a module" if script.module else f"{script.script} exists and is valid Python"
         )
         yield facts.script or ok("script", usable, key="train.script")
+        yield from hidden_modules(facts.hiding)
     else:
         yield ok("task", f"{task} is {'built in' if task in BUILT_IN else 'found'}", key="train.task")
     if facts.data_checked:
@@ -104,6 +106,14 @@ def _inputs(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNode])
         yield facts.shares or repeated
 
 
+def hidden_modules(hiding: Sequence[str], host: str = "") -> Iterator[CheckResult]:
+    """Report files beside the script that are imported in place of torch, which always fails, or of Python's own."""
+    for file in hiding:
+        name = Path(file).stem
+        result, module = (error, "torch") if name == "torch" else (warning, f"Python's own module {name}, by torch too")
+        yield result("script", f"{file} is imported in place of {module}", "rename it", key="train.script", host=host)
+
+
 def _inputs_of_a_job(recipe: Recipe, facts: PreflightFacts) -> Iterator[CheckResult]:
     """Check what Slurm's nodes will read. A job starts in this folder, whose script must be there before it waits.
 
@@ -112,6 +122,7 @@ def _inputs_of_a_job(recipe: Recipe, facts: PreflightFacts) -> Iterator[CheckRes
     if facts.script is not None and recipe.script is not None:
         is_here = not recipe.script.script.startswith("/")
         yield facts.script if is_here else _perhaps_elsewhere(facts.script)
+    yield from hidden_modules(facts.hiding)
     if facts.data is not None:
         yield _perhaps_elsewhere(facts.data)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gputrain_tui import paths
-from gputrain_tui.hosts.environment_facts import installed_torch
+from gputrain_tui.hosts.environment_facts import hiding_files, installed_torch
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile, folder_facts, port_facts, rendezvous_file
 from gputrain_tui.plan.planner import Plan, rendezvous_port
@@ -51,11 +51,11 @@ def collect_facts(
     local_nodes = [node for node in plan.nodes if is_local(node.host, local)]
     if not local_nodes:
         home = folder_facts(paths.runs_folder())
-        data, script = (_data(recipe), _script(recipe)) if recipe.is_for_slurm else (None, None)
         report = _missing_sink(recipe)
-        return PreflightFacts(
-            data=data, script=script, report=report, home=home, inventories=inventories, queried=queried
-        )
+        facts = PreflightFacts(report=report, home=home, inventories=inventories, queried=queried)
+        if recipe.is_for_slurm:
+            return msgspec.structs.replace(facts, data=_data(recipe), script=_script(recipe), hiding=_hiding(recipe))
+        return facts
     rendezvous, port = rendezvous_facts(plan, local)
     memory, cpus, limits = read_usable_memory(), usable_cpus(), resource_limits.read_limits()
     first = plan.nodes[0] is local_nodes[0]
@@ -65,6 +65,7 @@ def collect_facts(
         data_checked=recipe.train.task in BUILT_IN,
         optimizer=_missing_optimizer(recipe),
         script=_script(recipe),
+        hiding=_hiding(recipe),
         report=_missing_sink(recipe),
         resume=_start_file(recipe) if first else None,
         shares=_recorded_shares(recipe, plan) if first else None,
@@ -146,6 +147,11 @@ def _script(recipe: Recipe) -> CheckResult | None:
     except ValueError as invalid:
         return error("script", f"{path} is not valid Python: {invalid}", "fix the script", key=key)
     return None
+
+
+def _hiding(recipe: Recipe) -> Sequence[str]:
+    script = recipe.script
+    return hiding_files(script.script, is_module=script.module) if script is not None else ()
 
 
 def _missing_optimizer(recipe: Recipe) -> CheckResult | None:

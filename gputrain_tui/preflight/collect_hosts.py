@@ -250,6 +250,7 @@ class _Collection:
             environment={
                 "task": train.task,
                 "script": script.script if script is not None else "",
+                "is_module": script is not None and script.module,
                 "options": dict(self._recipe.task_options),
                 **(_read_by_rank_0(self._recipe, self._plan) if first else {}),
             },

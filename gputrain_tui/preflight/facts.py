@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -36,6 +36,8 @@ class PreflightFacts(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: CheckResult | None = None
     """The package of the optimizer, if it is not installed."""
     script: CheckResult | None = None
+    hiding: Sequence[str] = ()
+    """Files beside the script that ``hiding_files`` returns."""
     report: CheckResult | None = None
     """The package of a live sink, if it is not installed."""
     resume: CheckResult | None = None

@@ -16,6 +16,7 @@ from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.preflight.checks import (
     LOW_DISK_BYTES,
     MIN_RECORD_BYTES,
+    hidden_modules,
     machine_checks,
     ranks_key,
     too_few_files,
@@ -38,11 +39,14 @@ def check_hosts(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> li
     if not answers:
         return []
     results: list[CheckResult] = []
+    environments = [answer.facts.environment for answer in answers if answer.facts is not None]
+    # A script may do without torch, but not on some of its hosts only.
+    needs_torch = recipe.script is None or any(each is not None and each.torch.version for each in environments)
     for answer in answers:
         if answer.facts is None:
             results.append(_unanswered(recipe, answer))
             continue
-        results += _environment(recipe, answer, answer.facts)
+        results += _environment(recipe, answer, answer.facts, needs_torch=needs_torch)
         results += _clock(answer)
         if not answer.is_local:
             results += _machine_limits(recipe, plan, answer, answer.facts)
@@ -98,7 +102,7 @@ def _unanswered(recipe: Recipe, answer: HostAnswer) -> CheckResult:
     return _error(answer, "ssh", answer.problem, fix, _key(recipe, answer.node, "host"))
 
 
-def _environment(recipe: Recipe, answer: HostAnswer, facts: HostFacts) -> Iterator[CheckResult]:
+def _environment(recipe: Recipe, answer: HostAnswer, facts: HostFacts, *, needs_torch: bool) -> Iterator[CheckResult]:
     """Check that the node's command can run; this machine too, as its nodes may have another interpreter."""
     if facts.environment is None:
         name = facts.problem_key if facts.problem_key in ("workdir", "setup", "python") else "python"
@@ -110,7 +114,7 @@ def _environment(recipe: Recipe, answer: HostAnswer, facts: HostFacts) -> Iterat
     executable, push = environment.executable, _correct_or_push(recipe, python)
     if not environment.code:
         yield _error(answer, "python", f"{executable} (Python {environment.python}) has no gputrain", push, python)
-    elif not environment.torch.version and recipe.script is None:
+    elif needs_torch and not environment.torch.version:
         yield _error(answer, "torch", f"{executable} has no torch", push, python)
     if environment.code and environment.missing:
         yield _error(answer, "python", f"{executable} cannot import {environment.missing}", push, python)
@@ -127,6 +131,8 @@ def _environment(recipe: Recipe, answer: HostAnswer, facts: HostFacts) -> Iterat
     if environment.own_file and not environment.own_code:
         name = "script" if recipe.script is not None else "task"
         yield _error(answer, name, f"{environment.own_file} is missing", push, f"train.{name}")
+    if not answer.is_local:
+        yield from hidden_modules(environment.hiding, answer.host)
 
 
 def _clock(answer: HostAnswer) -> Iterator[CheckResult]:

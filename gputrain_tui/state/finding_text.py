@@ -57,6 +57,7 @@ WORDS = {
     "host_silent": "is silent",
     "loss_spike": "the loss jumped",
     "outside_torch": "time outside torch",
+    "slow_evaluation": "slow in evaluations",
     "stalled": "stalled",
     "desync": "parameters differ",
     "no_process_group": "ranks never meet",

@@ -821,6 +821,39 @@ def test_an_evaluation_between_steps_counts_to_none(gang: Gang, tmp_path: Path, 
         assert sum((event.step_ms or 0.0) * event.steps for event in events) <= elapsed_ms - evaluations_ms
 
 
+LATE_S = 0.3
+
+
+def evaluating_together(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """An evaluation after each second step, in which rank 1 is late, and the ranks add up their results."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    losses = []
+    for number, (batch,) in enumerate(loader(rank, steps)):
+        losses.append(train(model, optimizer, batch))
+        if number % 2:
+            model.eval()
+            with torch.no_grad():
+                for (data,) in loader(rank, 2):
+                    model(data)
+                time.sleep(LATE_S * rank)
+                dist.all_reduce(torch.ones(1))
+            model.train()
+    return [model], losses
+
+
+def test_each_ranks_own_time_in_an_evaluation_is_on_record(gang: Gang, tmp_path: Path) -> None:
+    gang.run(_run, str(tmp_path), evaluating_together, STEPS)
+    own_ms = []
+    for rank in range(2):
+        events = _steps(tmp_path, rank)
+        evaluated = [event for event in events if event.evaluation_ms is not None]
+        assert [(event.step, event.steps) for event in evaluated] == [(3, 1), (5, 1)], "no step follows the last one"
+        assert all(event.calls is None and not event.groups for event in evaluated), "they are of no step"
+        own_ms.append([event.evaluation_ms or 0.0 for event in evaluated])
+    assert min(own_ms[0]) < 1e3 * LATE_S <= min(own_ms[1])
+
+
 def _keep_copies(rank: int, world_size: int, folder: str) -> tuple[bool, list[str]]:
     instrument.install(Path(folder, f"{rank}.ndjson"), rank)
     model = DDP(net())

@@ -17,6 +17,7 @@ echo "$(basename "$0") $*" >> {folder}/typed
 case "$(basename "$0") $*" in
   *"show job 4") echo "JobId=4 JobState=RUNNING Requeue={requeue} Reason=None" ;;
   *"show job 5") exit 1 ;;
+  *"requeue 4") kill -TERM $$ ;;
   *--exclude=*) [ {fits} = yes ] || {{ echo "sbatch: error: too few nodes" >&2; exit 1; }}; echo 5 ;;
   sbatch*) env | grep -c ^SLURM_ >> {folder}/slurm_variables; echo 5 ;;
 esac

@@ -142,6 +142,7 @@ def test_collectives_of_an_evaluation_count_to_nothing() -> None:
     step = step_of((0, "all_reduce", 12, [(12, 15)], True), (0, "all_reduce", 2, [(2, 3)], True))
     times = collective_times(step, ["forward", "excluded"], at(0), HostClock())
     assert times.exposed_ms == {"forward": pytest.approx(1.0)}
+    assert times.excluded_ms == pytest.approx(3.0)
     assert [group.calls for group in times.groups] == [1]
 
 

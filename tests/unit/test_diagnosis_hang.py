@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_diagnosis import SimulatedRun, balanced
+from test_diagnosis import SimulatedRun, balanced, sampled, starting
 
 from trainer.contract.outcome import RESTARTED
 from trainer.contract.record import (
@@ -123,3 +123,23 @@ def test_the_message_says_where_the_rank_is() -> None:
     found = run.wait(30, timeout_s=20.0)
     assert found is not None
     assert found.message.startswith("rank 2 on node1 hangs after step 40: train.py:8 in augment; the others waited 2")
+
+
+@pytest.mark.parametrize(("timeout_s", "ends"), [(None, False), (20.0, True), (70.0, False)])
+def test_where_no_rank_is_known_to_be_late_only_a_given_time_out_ends_a_run_that_does_nothing(
+    timeout_s: float | None, ends: bool
+) -> None:
+    run = starting(2, "training")
+    (raised,) = sampled(run, 62, 0.0, 0.0)
+    assert (raised.kind, raised.rank) == ("stalled", None)
+    found = run.diagnosis.hang(run.state, run.now, timeout_s=timeout_s, limit_s=LIMIT_S)
+    assert (found is not None) is ends
+    if found is not None:
+        assert (found.kind, found.rank, found.message) == ("stalled", None, raised.message)
+
+
+def test_a_run_in_which_a_rank_has_been_active_within_the_time_out_does_not_hang() -> None:
+    run = starting(2, "training")
+    sampled(run, 62, 0.0, 0.0)
+    run.diagnosis._activity.active_at[1] = run.now - 19.0  # its finding is cleared with the next check
+    assert run.diagnosis.hang(run.state, run.now, timeout_s=20.0, limit_s=LIMIT_S) is None

@@ -133,6 +133,30 @@ OWN = {"own_file": "/w/own.py", "own_code": "0a"}
         ),
         ({"environment": {"torch": Torch()}}, {}, "error", "cluster.nodes[1].host", "has no torch", "gputrain push"),
         (
+            {"environment": {"torch": Torch()}},
+            {"train": SCRIPT},
+            "error",
+            "cluster.nodes[1].host",
+            "/env/bin/python has no torch",
+            "gputrain push",
+        ),
+        (
+            {"environment": {"hiding": ("own/torch.py",)}},
+            {"train": SCRIPT},
+            "error",
+            "train.script",
+            "own/torch.py is imported in place of torch",
+            "rename it",
+        ),
+        (
+            {"environment": {"hiding": ("own/logging.py",)}},
+            {"train": SCRIPT},
+            "warning",
+            "train.script",
+            "own/logging.py is imported in place of Python's own module logging, by torch too",
+            "rename it",
+        ),
+        (
             {"environment": {"torch": Torch(version="2.12.1")}},
             {"cluster": 'python = "/env/bin/python"'},
             "error",
@@ -411,6 +435,48 @@ def test_an_environment_is_read_without_importing_it(tmp_path: Path, task: str, 
     assert found["data"] == {"data": [1, 5]}
     assert found["code"], "trainer is installed where this runs"
     assert (found["start_problem"], found["shares_problem"]) == ("", "")
+
+
+def test_a_script_may_do_without_torch_on_all_hosts() -> None:
+    answers = [host_answer(node, environment={"torch": Torch()}) for node in (0, 1)]
+    assert {each.status for each in check_results(*answers, wanted=recipe(train=SCRIPT))} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("module", "file"), [("own", "own.py"), ("package.own", "package/own.py"), ("folder", "folder/__main__.py")]
+)
+def test_a_script_that_is_run_as_a_module_is_looked_for_in_its_folder(
+    module: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("package/__init__.py", file):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise SystemExit('imported')\n")
+    monkeypatch.chdir(tmp_path)
+    read = environment_facts.read_environment("", module, {}, is_module=True)
+    assert Path(read.own_file).samefile(file)
+    assert read.own_code
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_files_that_hide_modules_of_torch_and_python_are_those_beside_the_script(
+    is_module: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # sys is built in and os frozen, so they cannot be hidden; a folder without __init__.py is found last.
+    hidden, others = ("torch.py", "logging.py", "queue/__init__.py"), ("sys.py", "os.py", "csv/data.py", "string.txt")
+    for name in (*hidden, *others):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path if is_module else "/")
+    files = environment_facts.hiding_files("own" if is_module else str(tmp_path / "own.py"), is_module=is_module)
+    assert [str(Path(file).resolve().relative_to(tmp_path)) for file in files] == ["logging.py", "queue", "torch.py"]
+
+
+def test_a_folder_with_a_torch_of_its_own_hides_none(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    assert environment_facts.hiding_files(str(tmp_path / "own.py"), is_module=False) == [str(tmp_path / "torch")]
+    (tmp_path / "torch" / "version.py").touch()
+    assert environment_facts.hiding_files(str(tmp_path / "own.py"), is_module=False) == []
 
 
 def test_an_environment_tells_what_rank_0_cannot_read_before_its_first_step(tmp_path: Path) -> None:

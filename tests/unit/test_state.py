@@ -299,6 +299,17 @@ def test_of_ranks_that_fail_with_the_text_that_the_run_ends_with_the_first_is_th
     assert fold(first, second, restarted, later, ended).root_cause is later
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_tensors_of_unequal_size_are_the_cause_of_the_connections_that_are_lost_then(order: tuple[int, int]) -> None:
+    # The times are of two hosts: the rank that was aborted may tell of it later than those that lost it.
+    text = "the process was ended by SIGABRT: the ranks called a collective with tensors of unequal size"
+    failures = [
+        Failure(time=5.0, kind="lost_peer", rank=0, message="the connection to another rank was lost"),
+        Failure(time=5.1, kind="lost_peer", rank=1, message=text),
+    ]
+    assert fold(*(failures[index] for index in order)).root_cause is failures[1]
+
+
 def test_a_lost_peer_is_the_cause_without_a_better_one() -> None:
     failure = Failure(time=5.0, kind="lost_peer", rank=0, message="connection closed")
     assert fold(failure).root_cause is failure

@@ -179,6 +179,8 @@ _LOST_PEER = re.compile(
 )
 
 
+UNEQUAL_SIZES = "the ranks called a collective with tensors of unequal size"
+"""In place of gloo's text when it aborts a rank, whose connections the others lose then."""
 _LIBRARY = re.compile(
     r"gloo|nccl|processgroup|c10d|tcpstore|\.(?:cc|cpp):\d+|dist(?:store|network|backend)error|recvvalue|sendbytes|"
     r"connectfullmesh|timed out waiting \d+ms|connection closed by peer \[|heartbeat monitor|watchdog|flight recorder|"
@@ -205,7 +207,7 @@ def lost_peer_text(message: str) -> str:
     if not (_LIBRARY.search(message) and is_lost_peer(message)):
         return message
     if re.search(r"op\.\w+\.length|size doesn't match", message):
-        return "the ranks called a collective with tensors of unequal size"
+        return UNEQUAL_SIZES
     timed_out = _TIMED_OUT.search(message)
     if timed_out is None:
         return "the connection to another rank was lost"
@@ -214,9 +216,17 @@ def lost_peer_text(message: str) -> str:
 
 
 def root_cause(failures: Iterable[tuple[int, Failure]]) -> Failure | None:
-    """Return the earliest failure that does not follow from another one, else the earliest consequence."""
+    """Return the earliest failure that does not follow from another one, else the earliest consequence.
+
+    Tensors of unequal size come before the connections that are lost when a rank aborts because of them.
+    """
     weights: Mapping[str, int] = {"lost_peer": 2, "join_timeout": 1, "stopped": 3}
-    ordered = sorted(failures, key=lambda entry: (weights.get(entry[1].kind, 0), entry[0]))
+
+    def order(entry: tuple[int, Failure]) -> tuple[int, bool, int]:
+        time, failure = entry
+        return weights.get(failure.kind, 0), UNEQUAL_SIZES not in failure.message, time
+
+    ordered = sorted(failures, key=order)
     return ordered[0][1] if ordered else None
 
 

@@ -122,12 +122,14 @@ def step_event(
     phase_ms: dict[str, float] = {}
     for phase, lap_ms in zip(reading.phases, laps_ms, strict=False):
         phase_ms[phase] = phase_ms.get(phase, 0.0) + lap_ms
-    step_ms = sum(laps_ms) - phase_ms.pop("excluded", 0.0)
+    excluded_ms = phase_ms.pop("excluded", None)
+    step_ms = sum(laps_ms) - (excluded_ms or 0.0)
     phase_ms.pop("other", None)
     other_ms = max(0.0, step_ms - sum(phase_ms.values())) if phase_ms else None
     times = None
     if reading.collectives is not None:
-        times = collective_times(reading.collectives, reading.phases, reading.marks[0], clock)
+        start = reading.marks[reading.phases[:1] == ["excluded"]]
+        times = collective_times(reading.collectives, reading.phases, start, clock)
         for name, exposed_ms in times.exposed_ms.items():
             if name in phase_ms:
                 phase_ms[name] = max(0.0, phase_ms[name] - exposed_ms)
@@ -169,6 +171,8 @@ def step_event(
         )
         if sync.bucket_ms is not None:
             event.bucket_ms = [round(value, 4) for value in sync.bucket_ms]
+    if excluded_ms is not None and times is not None:
+        event.evaluation_ms = rounded(max(0.0, excluded_ms - times.excluded_ms))
     if times is not None:
         _add_collectives(event, times, measured=not synchronised or (sync is not None and sync.stable))
     if reading.steps > 1:

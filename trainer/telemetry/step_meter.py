@@ -245,13 +245,12 @@ class StepMeter:
         """Exclude the time since the first ``phases`` laps from the step, because it was an evaluation."""
         if not self._enabled:
             return
-        if not phases:
-            self.start()
-            return
         # Marks are dropped, not released: the device may not have reached them.
         del self._marks[phases + 1 :]
         del self._phases[phases:]
         del self._compiled_ns[phases + 1 :]
+        if not phases:
+            self._compiled_ns, self._gc_s = [compiled_ns()], 0.0
         if self._collectives is not None:
             self._collectives.exclude(phases)
         self._lap("excluded")
@@ -337,7 +336,7 @@ class StepMeter:
             self._recorder.flush_old(self._now())
             phases = self._phases.copy()  # the training thread appends to it
             self._long_wait.check(
-                (self._count, len(phases)),
+                (self._count, len(phases) - phases.count("excluded")),
                 self._step + 1,
                 self.part_after(phases[-1] if phases else None),
                 paused=self._paused,

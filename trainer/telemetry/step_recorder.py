@@ -133,13 +133,14 @@ class StepRecorder:
             # An event of steps with and without a measured synchronisation has phases that do not add up to its steps.
             self._has_sync = True
             self._flush()
-        if event.steps > 1:
-            self._flush()  # it is of several steps by itself
+        alone = event.steps > 1 or event.evaluation_ms is not None  # the same step on all ranks
+        if alone:
+            self._flush()
         self._unmerged.append(event)
         if self.keeps:
             self._kept.append(event)
         # The first step is written at once; and a clock that was set back must not delay events.
-        if is_slow or event.steps > 1 or not 0.0 <= event.time - self._last_written_s < MERGE_INTERVAL_S:
+        if is_slow or alone or not 0.0 <= event.time - self._last_written_s < MERGE_INTERVAL_S:
             self._flush()
 
     def _is_slow(self, reading: StepReading) -> bool:

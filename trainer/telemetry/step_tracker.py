@@ -121,7 +121,7 @@ class StepTracker:
         if self.evaluated:  # an evaluation between two steps, or within one, counts to none
             self.evaluated = False
             self.meter.exclude(self._training_laps)
-            self.laps = self._training_laps + bool(self._training_laps)
+            self.laps = self._training_laps + 1
         else:
             phase = phase or self.open_phase
             self.meter.lap(phase)

@@ -166,8 +166,7 @@ class ModelFlops(Event, kw_only=True, tag="model_flops"):
     device_name: str | None = None
     """Name of the rank's GPU; absent on a CPU."""
     peak_flops_per_s: FiniteFloat | None = None
-    """Operations per second of that GPU if it computes each at the peak of its number format; absent if a peak is not
-    known."""
+    """Operations per second of that GPU, each at the peak of its number format; absent if a peak is not known."""
     varies: bool = False
     """Whether the operations per sample vary, so that ``flops_per_sample`` holds for the counted batches only."""
 
@@ -236,6 +235,8 @@ class Step(Event, kw_only=True, tag="step"):
     ``sync_exposed_ms``, and in no phase."""
     calls: list[CollectiveCall] | None = None
     """Single calls of these, in order, of the last covered detailed step; absent without one."""
+    evaluation_ms: FiniteFloat | None = None
+    """This rank's time in a script's evaluation before the step or within it, without its waits in collectives."""
     memory_peak_bytes: Count | None = None
     """Peak memory of tensors on the GPU so far."""
     samples_each: list[Count] | None = None

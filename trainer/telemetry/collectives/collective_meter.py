@@ -126,10 +126,10 @@ class CollectiveMeter:
         return [(call.operation, groups[call.group].ranks) for call in self._step.calls if call.interval == complete]
 
     def exclude(self, phases: int) -> None:
-        """Drop the collectives after the first ``phases`` phases of the step."""
+        """Drop the calls after the first ``phases`` phases of the step; the waits there are of the next phase."""
         step = self._step
         step.calls = [call for call in step.calls if call.interval < phases]
-        step.waits = [wait for wait in step.waits if wait[1] < phases]
+        step.waits = [(call, min(interval, phases), *rest) for call, interval, *rest in step.waits]
 
     def described(self, call: Call) -> str:
         """Return operation and group of a call, for a reader; also on other threads."""

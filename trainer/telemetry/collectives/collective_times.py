@@ -30,15 +30,19 @@ class CollectiveTimes(NamedTuple):
     groups: list[GroupSync]
     calls: list[CollectiveCall] | None
     """Single calls; only when detailed."""
+    excluded_ms: float = 0.0
+    """Time for which the rank was blocked in what counts to no step."""
 
 
 def collective_times(step: StepCollectives, phases: Sequence[str], start: Mark, clock: Clock) -> CollectiveTimes:
     """Return the numbers of a step whose marks are ready; ``start`` is its first mark."""
     names = [*phases, "other"]
     last_phase = len(phases)
-    calls, waits = step.calls, step.waits
+    calls, waits, excluded_ms = step.calls, step.waits, 0.0
     if "excluded" in names:
         calls = [call for call in calls if names[min(call.interval, last_phase)] != "excluded"]
+        excluded = [wait for wait in waits if names[min(wait[1], last_phase)] == "excluded"]
+        excluded_ms = sum([clock.elapsed_ms(begin, end) for _, _, begin, end, _ in excluded])
         waits = [wait for wait in waits if names[min(wait[1], last_phase)] != "excluded"]
     # One key to all sums of a wait: the training thread, which may have hundreds, cannot run Python meanwhile.
     called = Counter([(call.group, call.operation) for call in calls])
@@ -92,6 +96,7 @@ def collective_times(step: StepCollectives, phases: Sequence[str], start: Mark, 
         ]
         if step.detailed
         else None,
+        excluded_ms,
     )
 
 
