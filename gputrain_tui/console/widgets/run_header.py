@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, crop, fit_rows, row_cells
 from gputrain_tui.console.widgets.panel import ClockPanel
-from gputrain_tui.diagnosis.roll_up import roll_up
+from gputrain_tui.diagnosis.roll_up import marking_findings, roll_up
 from gputrain_tui.headless.number_text import loss_text
 from gputrain_tui.history.status_file import ENDED, Status
 from gputrain_tui.state import RunState
@@ -31,15 +31,16 @@ def run_condition(state: RunState, status: str = "running", standstill: Standsti
         return []
     if status == "failed":
         return [] if state.root_cause is None else [[(failure_summary(state.root_cause), "error")]]
-    findings = sorted(roll_up(state.findings.values(), state.ranks), key=by_urgency)
+    standing = marking_findings(state) if status in ENDED else roll_up(state.findings.values(), state.ranks)
+    findings = sorted(standing, key=by_urgency)
     if not findings:
         is_still = standstill is not None and standstill.is_long
         return [[("✓ no findings", "dim")]] if state.step >= LEAST_STEPS and not is_still else []
     worst = findings[0]
     sign, role = SEVERITY_SIGNS.get(worst.severity, SEVERITY_SIGNS["warning"])
     text = printable(finding_summary(worst))
-    if status in ENDED and (standing := printable(run_mark(findings))):
-        forms = dict.fromkeys((standing, standing.partition(" and ")[0], standing.partition(":")[0]))
+    if status in ENDED and (marked := printable(run_mark(findings))):
+        forms = dict.fromkeys((marked, marked.partition(" and ")[0], marked.partition(":")[0]))
         return [[(f"{sign} {form}", "warning")] for form in forms]
     more = f"  +{len(findings) - 1:,} more" if len(findings) > 1 else ""
     forms = dict.fromkeys((text + more, text, text.partition(":")[0]))
