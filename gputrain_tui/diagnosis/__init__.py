@@ -167,23 +167,31 @@ class Diagnosis:
         }
         if added is None:
             return checks
-        timeline, throttled = self._timeline, throttled_ranks(state)
+        timeline, throttled, crowded = self._timeline, throttled_ranks(state), self._crowded_ranks(state)
+        held = throttled | crowded
         known = {rank for kind, rank in self._raised if kind == "straggler" and rank is not None}
         return {
-            "uneven_speeds": lambda: self._uneven_speeds.symptoms(state, timeline, added, excluded=throttled | known),
+            "uneven_speeds": lambda: self._uneven_speeds.symptoms(state, timeline, added, excluded=held | known),
             "straggler": lambda: stragglers(
                 state,
                 timeline,
                 uneven=("imbalance", None) in self._raised,
                 known=known,
                 throttled=throttled,
+                crowded=crowded,
                 slowness=self._uneven_speeds.slowness,
             ),
-            "imbalance": lambda: self._imbalance.symptoms(timeline, added, throttled=bool(throttled)),
-            "input_bound": lambda: bounds(state, timeline, throttled=bool(throttled)),
+            "imbalance": lambda: self._imbalance.symptoms(timeline, added, throttled=bool(held)),
+            "input_bound": lambda: bounds(state, timeline, throttled=bool(held)),
             "loss_spike": lambda: loss_spikes(state, timeline),
             **checks,
         }
+
+    def _crowded_ranks(self, state: RunState) -> frozenset[int]:
+        """Return the ranks of hosts that are known to have fewer cores than ranks: each is late in its turn."""
+        found = [finding for (kind, _), (finding, _) in self._raised.items() if kind == "cpu_contention"]
+        hosts = {each.host for each in found if each.evidence.get("ranks", 0) > each.evidence.get("cores", math.inf)}
+        return frozenset(each.rank for node in state.nodes.values() if node.host in hosts for each in node.ranks)
 
     def _is_new(self, key: Key, symptom: Symptom) -> bool:
         """Whether a symptom is not raised yet, or without the cause that is known now, or as a much smaller one.
