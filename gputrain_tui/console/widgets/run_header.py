@@ -15,6 +15,7 @@ from gputrain_tui.state import RunState
 from gputrain_tui.state.figures import RunFigures, noise_text
 from gputrain_tui.state.finding_text import by_urgency, failure_summary, finding_summary, run_mark
 from gputrain_tui.state.standstill import Standstill
+from gputrain_tui.state.start_activity import start_activity
 from gputrain_tui.tables import duration, evaluation, of_weights, printable
 from trainer.contract.record import Validation
 
@@ -92,8 +93,8 @@ class RunHeading:
     condition: Sequence[Row] = ()
     """Condition of the run, the longest form first."""
     note: str = ""
-    joins: bool = False
-    """Whether some ranks have not joined the others yet."""
+    activity: str = ""
+    """What the ranks do before the first step; empty where that is not known."""
     noise: str = ""
     """Gradient noise scale, and its meaning; empty where it is not known."""
     unmeasured: str = ""
@@ -181,7 +182,7 @@ def _without_step(head: RunHeading) -> Row:
     if (tested := head.tested) is not None:
         shown = evaluation(of_weights(tested.weights_step or 0), tested.loss, tested.metrics)
         return [(f" {tested.split} ", "dim"), (printable(shown), "title")]
-    text = "no step yet: ranks are joining" if head.joins else "no step yet"
+    text = f"no step yet: {head.activity}" if head.activity else "no step yet"
     if head.status in (*ENDED, "lost"):
         text = "no step was measured"
     if head.status == "queued":
@@ -278,7 +279,7 @@ def heading(live: LiveRun) -> RunHeading:
         end=live.run.status if live.status in ENDED and not live.caught_up else None,
         condition=run_condition(state, live.status, live.standstill) if live.caught_up else (),
         note=_note(live),
-        joins=bool(state.missing),
+        activity=start_activity(state) or "ranks are joining" * bool(state.missing),
         noise=noise_text(state.noise_scale),
         unmeasured="" if state.unmeasured is None else state.unmeasured.message,
     )
