@@ -20,6 +20,7 @@ from gputrain_tui.history.run_columns import (
     best_cell,
     cause,
     loss_cell,
+    metric_names,
     metrics_text,
     run_filter,
     sorted_runs,
@@ -30,7 +31,7 @@ from gputrain_tui.history.summary import MAX_NAME_CHARS, UNREADABLE, summarize, 
 from gputrain_tui.lifecycle import launchers
 from gputrain_tui.output import print_json, print_message, print_styled, without_nan
 from gputrain_tui.tables import TableColumn, cut, duration, number, printable, table, width
-from trainer.contract.errors import ExitCode, nearest
+from trainer.contract.errors import ExitCode, RequestError, nearest
 
 TITLES = (
     *(
@@ -104,8 +105,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the runs."""
-    wanted = run_filter(args.filter)
-    sorted_runs([], args.sort or NEWEST_FIRST)
+    try:
+        wanted = run_filter(args.filter)
+        sorted_runs([], args.sort or NEWEST_FIRST)
+    except RequestError as error:
+        raise _with_metric(error, [args.sort or "", *args.filter.split()]) from None
     counted = 0
     metrics: dict[str, None] = {}
 
@@ -132,6 +136,14 @@ def run(args: Namespace) -> int:
         else:
             print(f"no run in {paths.runs_folder()} yet; start one with `gputrain run RECIPE`", file=sys.stderr)
     return ExitCode.FINISHED
+
+
+def _with_metric(error: RequestError, words: Sequence[str]) -> RequestError:
+    """Return the error, with a metric of the runs as its hint if a word begins with the metric's name."""
+    metrics = [name for name in metric_names(_entries()) if any(word.startswith(name) for word in words)]
+    if not metrics:
+        return error
+    return RequestError(f"{str(error).partition(';')[0]}; did you mean {METRIC + max(metrics, key=len)!r}?")
 
 
 def _entries() -> Iterator[Entry]:
