@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 from gputrain_tui.diagnosis import thresholds as limit
@@ -38,10 +38,10 @@ class Contention:
         return [symptom for symptom in self._found.values() if symptom is not None]
 
 
-def throttled_ranks(state: RunState) -> frozenset[int]:
+def throttled_ranks(samples: Iterable[NodeSample]) -> frozenset[int]:
     """Return the ranks that a CPU quota holds back at the moment: what they are late for is no other cause's."""
-    samples = (each for sample in state.nodes.values() for each in sample.ranks)
-    return frozenset(each.rank for each in samples if _throttled_share(each) >= limit.MIN_THROTTLED_SHARE)
+    ranks = (each for sample in samples for each in sample.ranks)
+    return frozenset(each.rank for each in ranks if _throttled_share(each) >= limit.MIN_THROTTLED_SHARE)
 
 
 def _throttled_share(rank: RankSample) -> float:

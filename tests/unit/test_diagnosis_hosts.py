@@ -231,8 +231,9 @@ def test_where_ranks_wait_for_each_other_their_busy_threads_show_that_cores_are_
         (late(1, backward=90.0), 2, {"cpu_contention", "straggler"}),
         (late_in_turns, 2, {"cpu_contention"}),
         (late_in_turns, 8, {"imbalance"}),
+        (late(1, backward=8.0), 1, {"cpu_contention"}),
     ],
-    ids=["late", "late with enough cores", "most of each step", "late in turns", "in turns with enough cores"],
+    ids=["late", "late with enough cores", "most of each step", "in turns", "in turns with enough cores", "one core"],
 )
 def test_on_a_host_with_fewer_cores_than_ranks_one_is_late_only_if_that_is_most_of_each_step(
     slow: Slow, cores: int, kinds: set[str]
@@ -241,6 +242,9 @@ def test_on_a_host_with_fewer_cores_than_ranks_one_is_late_only_if_that_is_most_
     run.steps(10)
     found = sampled(run, 150, ranks=4, cores=cores, wait_percent=40.0, slow=slow)
     assert {each.kind for each in found if each.state == "raised"} == kinds
+    if cores < 4:
+        run.state.apply(NodeSample(time=run.now, node=0, host="node0", cores=cores, ranks=[]))
+        assert run.steps(1, slow) == [], "ranks that are gone at the end do not show that they had enough cores"
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["its waits were measured", "they were not"])
