@@ -20,10 +20,10 @@ from gputrain_tui.history.run_columns import (
     best_cell,
     cause,
     loss_cell,
-    metric_names,
     metrics_text,
     run_filter,
     sorted_runs,
+    with_metric,
 )
 from gputrain_tui.history.run_folders import RECENT_RUNS, UnreadableRun, newest_runs
 from gputrain_tui.history.status_file import ENDED
@@ -109,7 +109,7 @@ def run(args: Namespace) -> int:
         wanted = run_filter(args.filter)
         sorted_runs([], args.sort or NEWEST_FIRST)
     except RequestError as error:
-        raise _with_metric(error, [args.sort or "", *args.filter.split()]) from None
+        raise with_metric(error, f"{args.sort or ''} {args.filter}", _entries()) from None
     counted = 0
     metrics: dict[str, None] = {}
 
@@ -136,14 +136,6 @@ def run(args: Namespace) -> int:
         else:
             print(f"no run in {paths.runs_folder()} yet; start one with `gputrain run RECIPE`", file=sys.stderr)
     return ExitCode.FINISHED
-
-
-def _with_metric(error: RequestError, words: Sequence[str]) -> RequestError:
-    """Return the error, with a metric of the runs as its hint if a word begins with the metric's name."""
-    metrics = [name for name in metric_names(_entries()) if any(word.startswith(name) for word in words)]
-    if not metrics:
-        return error
-    return RequestError(f"{str(error).partition(';')[0]}; did you mean {METRIC + max(metrics, key=len)!r}?")
 
 
 def _entries() -> Iterator[Entry]:
