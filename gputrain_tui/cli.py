@@ -48,6 +48,14 @@ COMMANDS = {
 }
 """One-line help of each command, by name."""
 
+OTHER_NAMES = {
+    "resume": "run --resume RUN",
+    **dict.fromkeys(("train", "launch", "start", "submit"), "run RECIPE"),
+    **dict.fromkeys(("status", "list", "ls", "ps", "history"), "runs"),
+    **dict.fromkeys(("kill", "cancel"), "stop RUN"),
+}
+"""Commands by the names that they have in other programs."""
+
 COMPLETION = "_ARGCOMPLETE"
 """Variable with which the scripts of ``gputrain completion`` call."""
 
@@ -133,8 +141,9 @@ def _dispatch(argv: list[str]) -> int:
         return ExitCode.FINISHED
     if name not in COMMANDS:
         kind = "option" if name.startswith("-") else "command"
-        known = [*COMMANDS, "--help", "--version"]
-        raise RequestError(f"{quoted(name)} is not a known {kind}{nearest(name, known)}; see `gputrain --help`")
+        meant = OTHER_NAMES.get(name)
+        guess = f"; did you mean `gputrain {meant}`?" if meant else nearest(name, [*COMMANDS, "--help", "--version"])
+        raise RequestError(f"{quoted(name)} is not a known {kind}{guess}; see `gputrain --help`")
     command = commands.load(name)
     return int(command.run(parse(command, name, rest)))
 

@@ -56,6 +56,12 @@ def cut(text: str, cells: int) -> str:
     return kept.rstrip() + "…"[:cells]
 
 
+def cut_apart(texts: Sequence[str], cells: int) -> list[str]:
+    """Return texts cut to a width, such as paths: at their beginnings where cutting the ends would make them alike."""
+    shown = [cut(text, cells) for text in texts]
+    return shown if len({*shown}) == len({*texts}) else [cut(text[::-1], cells)[::-1] for text in texts]
+
+
 def _pad(text: str, wide: int, right: bool) -> str:
     space = " " * (wide - width(text))
     return space + text if right else text + space

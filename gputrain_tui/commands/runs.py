@@ -23,6 +23,7 @@ from gputrain_tui.history.run_columns import (
     metrics_text,
     run_filter,
     sorted_runs,
+    with_metric,
 )
 from gputrain_tui.history.run_folders import RECENT_RUNS, UnreadableRun, newest_runs
 from gputrain_tui.history.status_file import ENDED
@@ -30,7 +31,7 @@ from gputrain_tui.history.summary import MAX_NAME_CHARS, UNREADABLE, summarize, 
 from gputrain_tui.lifecycle import launchers
 from gputrain_tui.output import print_json, print_message, print_styled, without_nan
 from gputrain_tui.tables import TableColumn, cut, duration, number, printable, table, width
-from trainer.contract.errors import ExitCode, nearest
+from trainer.contract.errors import ExitCode, RequestError, nearest
 
 TITLES = (
     *(
@@ -104,8 +105,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the runs."""
-    wanted = run_filter(args.filter)
-    sorted_runs([], args.sort or NEWEST_FIRST)
+    try:
+        wanted = run_filter(args.filter)
+        sorted_runs([], args.sort or NEWEST_FIRST)
+    except RequestError as error:
+        raise with_metric(error, f"{args.sort or ''} {args.filter}", _entries()) from None
     counted = 0
     metrics: dict[str, None] = {}
 

@@ -130,7 +130,7 @@ ACTIONS: tuple[Action, ...] = (
         ("cursor(10)", "greater_than_sign", "Cursor far right", 0, "Move the cursor right by ten columns"),
         ("range(1)", "plus equals_sign", "Closer", 0, "Show half as many steps; or drag the mouse over a range"),
         ("range(0)", "minus", "Wider", 0, "Show twice as many steps")),
-    *_group("Run", "run rank",
+    *_group("Run", "run rank stacks",
         ("stop_run", "S", "Stop", 20, "Stop this run on every machine; asks first"), offered="while it runs"),
     *_group("Run", "run",
         ("stacks", "K", "Stacks", 0, "Ask all ranks for their Python stacks; show equal ones together")),

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-from gputrain_tui.diagnosis.roll_up import roll_up
+from gputrain_tui.diagnosis.roll_up import marking_findings
 from gputrain_tui.history.status_file import ENDED
 from gputrain_tui.lifecycle.live_run import LiveRun
 from gputrain_tui.state.finding_text import run_mark
@@ -88,7 +88,7 @@ class EndNotice:
         elif self._unended_id == live.id:
             self._unended_id = ""
             text = f"{live.run.status.recipe} {'lost its supervisor' if live.status == 'lost' else live.status}"
-            if condition := run_mark(roll_up(live.state.findings.values(), live.state.ranks)):
+            if condition := run_mark(marking_findings(live.state)):
                 text = f"{text}, with {condition}"
             message = live.state.ended.message if live.state.ended is not None else live.message
             self._write(notice(f"{text}: {message}" if message else text, self._environ))

@@ -29,11 +29,11 @@ from gputrain_tui.diagnosis.slow_evaluations import SlowEvaluations
 from gputrain_tui.diagnosis.stall import stalls
 from gputrain_tui.diagnosis.straggler import stragglers
 from gputrain_tui.diagnosis.symptom import Symptom
-from gputrain_tui.diagnosis.thresholds import CLEAR_SHARE, GROWN_RATIO, HISTORY, WINDOW_ROWS
+from gputrain_tui.diagnosis.thresholds import CLEAR_SHARE, CROWDED_RATIO, GROWN_RATIO, HISTORY, WINDOW_ROWS
 from gputrain_tui.diagnosis.timeline import Timeline
 from gputrain_tui.diagnosis.uneven_speeds import UnevenSpeeds
 from gputrain_tui.state import RunState
-from trainer.contract.record import Failure, Finding
+from trainer.contract.record import Failure, Finding, NodeSample
 
 __all__ = ["HISTORY", "KINDS", "OTHER_KINDS", "Diagnosis"]
 
@@ -71,6 +71,8 @@ class Diagnosis:
         self._evaluations = SlowEvaluations()
         self._non_finite = NonFinite()
         self._activity = RankActivity()
+        self._samples: dict[int, NodeSample] = {}
+        """Of each node the newest sample with ranks: at the end of a run they are gone."""
         self._adopted = False
         self._failed: dict[str, str] = {}
         """Checks that have failed by a defect of their own and are not made again; why, or nothing once reported."""
@@ -170,23 +172,43 @@ class Diagnosis:
         }
         if added is None:
             return checks
-        timeline, throttled = self._timeline, throttled_ranks(state)
+        before = self._samples
+        self._samples = {node: each if each.ranks else before.get(node, each) for node, each in state.nodes.items()}
+        timeline, throttled = self._timeline, throttled_ranks(self._samples.values())
+        crowded = self._crowded_ranks(state)
+        held = throttled | crowded
         known = {rank for kind, rank in self._raised if kind == "straggler" and rank is not None}
         return {
-            "uneven_speeds": lambda: self._uneven_speeds.symptoms(state, timeline, added, excluded=throttled | known),
+            "uneven_speeds": lambda: self._uneven_speeds.symptoms(state, timeline, added, excluded=held | known),
             "straggler": lambda: stragglers(
                 state,
                 timeline,
                 uneven=("imbalance", None) in self._raised,
                 known=known,
                 throttled=throttled,
+                crowded=crowded,
                 slowness=self._uneven_speeds.slowness,
             ),
-            "imbalance": lambda: self._imbalance.symptoms(timeline, added, throttled=bool(throttled)),
-            "input_bound": lambda: bounds(state, timeline, throttled=bool(throttled)),
+            "imbalance": lambda: self._imbalance.symptoms(timeline, added, throttled=bool(held)),
+            "input_bound": lambda: bounds(state, timeline, throttled=bool(held)),
             "loss_spike": lambda: loss_spikes(state, timeline),
             **checks,
         }
+
+    def _crowded_ranks(self, state: RunState) -> frozenset[int]:
+        """Return the ranks that share too few cores, of which each is late in its turn.
+
+        They are those of a host that is found to have too few for them, or CPU ranks that are by far more than cores.
+        """
+        found = [finding for (kind, _), (finding, _) in self._raised.items() if kind == "cpu_contention"]
+        hosts = {each.host for each in found if each.evidence.get("ranks", 0) > each.evidence.get("cores", math.inf)}
+        crowded = set()
+        for node in self._samples.values():
+            ranks = [each.rank for each in node.ranks if each.rank in state.ranks]
+            on_cpu = [rank for rank in ranks if state.ranks[rank].device == "cpu"]
+            if node.host in hosts or len(on_cpu) >= CROWDED_RATIO * (node.cores or math.inf):
+                crowded.update(ranks)
+        return frozenset(crowded)
 
     def _is_new(self, key: Key, symptom: Symptom) -> bool:
         """Whether a symptom is not raised yet, or without the cause that is known now, or as a much smaller one.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 from gputrain_tui.diagnosis import thresholds as limit
@@ -24,7 +24,7 @@ class Contention:
         """Return the hosts with fewer cores than busy threads, or with a quota that holds ranks back."""
         for node, sample in state.nodes.items():
             kept = self._samples.setdefault(node, deque(maxlen=limit.CORE_WAIT_SAMPLES))
-            if kept and kept[-1] is sample:
+            if not sample.ranks or (kept and kept[-1] is sample):  # at the end all ranks are gone
                 continue
             if not any(state.ranks[each.rank].steps for each in sample.ranks):
                 kept.clear()  # all ranks load torch at once while they start
@@ -38,10 +38,10 @@ class Contention:
         return [symptom for symptom in self._found.values() if symptom is not None]
 
 
-def throttled_ranks(state: RunState) -> frozenset[int]:
+def throttled_ranks(samples: Iterable[NodeSample]) -> frozenset[int]:
     """Return the ranks that a CPU quota holds back at the moment: what they are late for is no other cause's."""
-    samples = (each for sample in state.nodes.values() for each in sample.ranks)
-    return frozenset(each.rank for each in samples if _throttled_share(each) >= limit.MIN_THROTTLED_SHARE)
+    ranks = (each for sample in samples for each in sample.ranks)
+    return frozenset(each.rank for each in ranks if _throttled_share(each) >= limit.MIN_THROTTLED_SHARE)
 
 
 def _throttled_share(rank: RankSample) -> float:
@@ -94,18 +94,24 @@ def _symptom(samples: Sequence[NodeSample], *, alone: bool, step: int, set_threa
     newest = samples[-1]
     if len(known) < limit.CORE_WAIT_SAMPLES or not newest.cores:
         return None
+    cores, ranks = newest.cores, len(newest.ranks)
     # A thread that the quota holds back counts as waiting, too: that is none of the other threads' doing.
     waits = [
         median([(rank.wait_percent or 0.0) / 100 - _throttled_share(rank) for rank in each.ranks]) for each in known
     ]
-    share, cores, ranks = median(waits), newest.cores, len(newest.ranks)
+    owns = [sum(map(_busy_threads, each.ranks)) for each in known]
+    own = median(owns)
+    others = median([(each.other_cpu_percent or 0.0) / 100 for each in known])
+    who = f"the {ranks} ranks on {newest.host} wait" if ranks > 1 else f"the rank on {newest.host} waits"
+    if ranks >= limit.CROWDED_RATIO * cores:  # their main threads wait for each other rather than for a core
+        of_threads = [1.0 - cores / max(busy + others, cores) for busy in owns]
+        if median(of_threads) > median(waits):
+            waits, who = of_threads, f"the busy threads of the {ranks} ranks on {newest.host} wait"
+    share = median(waits)
     if share < limit.CLEAR_SHARE * limit.MIN_CORE_WAIT_SHARE:
         return None
-    own = median([sum(map(_busy_threads, each.ranks)) for each in known])
-    others = median([(each.other_cpu_percent or 0.0) / 100 for each in known])
     if own + others < limit.MIN_THREAD_EXCESS * cores:
         return None
-    who = f"the {ranks} ranks on {newest.host} wait" if ranks > 1 else f"the rank on {newest.host} waits"
     taken = others >= limit.MIN_OTHERS_SHARE * cores
     used = f"{cores} core{'s' * (cores != 1)}"
     busy = f"{own + others:.1f} threads are busy on {used}"

@@ -12,6 +12,7 @@ from gputrain_tui.diagnosis.symptom import percent
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.finding_text import by_urgency
 from gputrain_tui.tables import ranks_text
+from trainer.contract.outcome import RESTARTED
 from trainer.contract.record import Event, Finding
 
 AnyFinding = TypeVar("AnyFinding", bound=Event)
@@ -75,6 +76,38 @@ def newest_findings_with_members(state: RunState) -> list[tuple[Finding, bool, S
             listed.sort(key=by_urgency)
         entries += [(finding, stands, members) for finding, members in roll_up_with_members(listed, state.ranks)]
     return entries
+
+
+def marking_findings(state: RunState) -> list[Finding]:
+    """Return the findings that mark a run, rolled up: those that stand, and the ``past_lasting`` ones."""
+    past = [finding for finding, _ in past_lasting(state)]
+    return roll_up([*state.findings.values(), *past], state.ranks)
+
+
+def past_lasting(state: RunState) -> list[tuple[Finding, int]]:
+    """Return the findings by comparison of the ranks that are over but stood for most steps, and for how many steps.
+
+    Each is as it was last raised, but cleared, with the step at which it was. The one that stood longest comes first.
+    """
+    stood: Counter[tuple[str, int | None]] = Counter()
+    first: dict[tuple[str, int | None], int] = {}
+    newest: dict[tuple[str, int | None], Finding] = {}
+    for event in state.past_findings:
+        key = event.kind, event.rank
+        if event.kind == RESTARTED:  # the steps of an attempt before may have been made again
+            stood.clear()
+            first.clear()
+        elif event.step is None or not event.diagnosed:
+            continue
+        elif event.state == "raised":
+            first.setdefault(key, event.step)
+            newest[key] = event
+        elif key in first:
+            stood[key] += event.step - first.pop(key)
+            newest[key] = replace(newest[key], state="cleared", step=event.step)
+    made = state.step - (state.plan.first_update if state.plan is not None else 0)
+    over = [key for key, steps in stood.most_common() if steps > made / 2 and key not in state.findings]
+    return [(newest[key], stood[key]) for key in over]
 
 
 def _of_groups(findings: Iterable[Finding], ranks: Mapping[int, RankView]) -> Iterator[tuple[str, list[Finding]]]:

@@ -32,6 +32,7 @@ def stragglers(
     uneven: bool = False,
     known: Set[int] = frozenset(),
     throttled: Set[int] = frozenset(),
+    crowded: Set[int] = frozenset(),
     slowness: Sequence[float] = (),
 ) -> list[Symptom]:
     """Return the late ranks, each with its cause if that is known.
@@ -45,10 +46,17 @@ def stragglers(
         uneven: whether work is known to be uneven.
         known: ranks that were late before, with which the others are not compared.
         throttled: ranks that a CPU quota holds back.
+        crowded: ranks that share too few cores, and so are late only if it is by more than ``OVERWHELMING_SHARE``.
         slowness: by index, how many times as long as the fastest a rank computes by nature, which is no lateness.
     """
     while True:
-        symptoms = _stragglers(state, timeline, uneven=uneven, known=known, throttled=throttled, slowness=slowness)
+        symptoms = [
+            symptom
+            for symptom in _stragglers(
+                state, timeline, uneven=uneven, known=known, throttled=throttled, slowness=slowness
+            )
+            if symptom.rank not in crowded or symptom.evidence["excess_share"] >= limit.OVERWHELMING_SHARE
+        ]
         certain = {each.rank for each in symptoms if each.rank is not None and each.is_certain}
         if certain <= known:
             return symptoms

@@ -152,6 +152,9 @@ MIN_CORE_WAIT_SHARE = threshold(0.25, "share", "more_busy_threads_than_cores_are
 """Share of time in which the ranks' main threads are ready to run without a core, for a finding."""
 CRITICAL_CORE_WAIT_SHARE = threshold(0.5, "share", "more_busy_threads_than_cores_are_reported_with_the_threads_to_set")
 """That share for a critical finding."""
+CROWDED_RATIO = threshold(4.0, "ratio", "where_ranks_wait_for_each_other_their_busy_threads_show_that_cores_are_few")
+"""Ranks per core from which the busy threads count: the main threads of most ranks wait for a reduction then, which
+needs the cores as well."""
 MIN_THREAD_EXCESS = threshold(1.1, "ratio", "more_busy_threads_than_cores_are_reported_with_the_threads_to_set")
 """Minimum ratio of busy threads to cores: as many threads as cores also wait for each other now and then."""
 MIN_THROTTLED_SHARE = threshold(0.1, "share", "a_quota_that_holds_ranks_back_is_named_and_nothing_else_is_blamed")

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from gputrain_tui.diagnosis.roll_up import newest_findings, roll_up
+from gputrain_tui.diagnosis.roll_up import marking_findings, newest_findings
 from gputrain_tui.headless.number_text import further_rates, loss_text, number, percent
 from gputrain_tui.headless.progress import Piece, event_line, paint
 from gputrain_tui.state import RankView, RunState
@@ -243,10 +243,10 @@ def status_line(state: RunState, *, status: str | None = None, elapsed_s: float 
         steps += f", {len(state.ranks)} of {len(state.ranks) + len(state.former)} ranks at the end"
     only_evaluated = not state.step and state.validations
     told = [NO_STEPS] * (not state.step) + ["record_incomplete"] * bool(state.record_gap)
-    findings = [each for each in state.findings.values() if each.kind not in told and each.cause not in told]
+    findings = [each for each in marking_findings(state) if each.kind not in told and each.cause not in told]
     if status == "failed":  # what else stood is no cause, and is listed above
         findings = [each for each in findings if is_cause(each, state.root_cause)]
-    condition = run_mark(roll_up(findings, state.ranks))
+    condition = run_mark(findings)
     return [
         (status, style),
         (took if only_evaluated else took + steps, ""),

@@ -19,7 +19,7 @@ from gputrain_tui.report.run_comparison import (
     figure_title,
     limit_result,
 )
-from gputrain_tui.tables import TableColumn, cut, size, width as cells_of
+from gputrain_tui.tables import TableColumn, cut_apart, size, width as cells_of
 
 NOISE, BEST = "~", "*"
 
@@ -149,14 +149,14 @@ def _setting_lines(settings: Sequence[DifferingValues], width: int) -> list[list
     count = len(settings[0].values)
     keys = max(cells_of(each.key) for each in settings)
     most = max((width - keys - 2) // count - 2, 1)
-    rows = [[each.key, *(cut(value, most) or "–" for value in each.values)] for each in settings]
+    rows = [[each.key, *(value or "–" for value in cut_apart(each.values, most))] for each in settings]
     return table_lines([TableColumn("setting"), *(TableColumn(str(run)) for run in range(1, count + 1))], rows)
 
 
 def _changes(values: Sequence[DifferingValues]) -> list[list[Piece]]:
     lines: list[list[Piece]] = []
     for each in values[:MAX_LINES]:
-        before, now = (cut(value, 40) or "–" for value in each.values)
+        before, now = (value or "–" for value in cut_apart(each.values, 40))
         lines.append([("  ", ""), (each.key, "dim"), (f"  {before} → {now}", "")])
     if len(values) > MAX_LINES:
         lines.append([(f"  … and {len(values) - MAX_LINES:,} keys more", "dim")])

@@ -18,6 +18,7 @@ from gputrain_tui.state import RunState
 from gputrain_tui.state.job_queue import queued_text
 from gputrain_tui.state.share_changes import change_text, gain_text, shares_text
 from gputrain_tui.state.standstill import Standstill, StepWatch
+from gputrain_tui.state.start_activity import start_activity
 from gputrain_tui.tables import duration, evaluation, of_weights, printable, ranks_text, size
 from trainer.contract.outcome import (
     AWAITS_HOSTS,
@@ -159,14 +160,15 @@ def _start_pieces(state: RunState, now: float) -> list[Piece]:
     if state.joining is not None and missing:
         text = f"joined {len(joined)} of {state.world_size}, waiting for {ranks_text(missing)}"
     elif missing or not state.world_size:
-        text = f"starting {count}"
+        text = ": ".join(filter(None, [f"starting {count}", start_activity(state)]))
     elif state.validations or any(view.state == "validating" for view in state.ranks.values()):
         text = f"{count} evaluate"
     elif any(view.phase == "compile" for view in state.ranks.values()):
         text = f"{count}, compiling"
+    elif state.unmeasured is not None:
+        text = f"{count} started, {state.unmeasured.message.partition(',')[0]}"
     else:
-        unseen = "no step yet" if state.unmeasured is None else state.unmeasured.message.partition(",")[0]
-        text = f"{count} started, {unseen}"
+        text = ": ".join(filter(None, [f"{count} started, no step yet", start_activity(state)]))
     return [(text, ""), (waited, "dim")]
 
 

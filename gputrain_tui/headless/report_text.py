@@ -11,7 +11,7 @@ from gputrain_tui.report.report_fields import FindingReport, HostHardware, RunRe
 from gputrain_tui.state import RunState
 from gputrain_tui.state.figures import DDP, GroupFigures, members_text, operations_text
 from gputrain_tui.state.finding_text import urgency
-from gputrain_tui.tables import TableColumn, cut, duration, printable, size, table
+from gputrain_tui.tables import TableColumn, cut, cut_apart, duration, printable, size, table
 
 BAR_CELLS = 30
 NAMES = {"data": "data and copies", "sync": "exposed synchronisation", "other": "outside of all phases"}
@@ -167,12 +167,9 @@ def _hosts(hosts: Sequence[HostHardware]) -> list[str]:
 def _changes(report: RunReport) -> list[list[Piece]]:
     if not report.changes:
         return [[("  the same", "")]]
-    texts = [f"  {each.key}  {_value(each.before)} → {_value(each.now)}" for each in report.changes]
+    pairs = [(each.key, cut_apart([each.before, each.now], 40)) for each in report.changes]
+    texts = [f"  {key}  {before or '–'} → {now or '–'}" for key, (before, now) in pairs]
     return [[(text, "")] for text in _limited(texts, "keys")]
-
-
-def _value(text: str) -> str:
-    return cut(text, 40) or "–"
 
 
 def _limited(texts: list[str], noun: str) -> list[str]:

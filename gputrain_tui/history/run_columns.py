@@ -138,6 +138,14 @@ def run_filter(text: str) -> RowFilter[Entry]:
     return RowFilter(text, RUN_COLUMNS, _anywhere, {METRIC.rstrip(":"): metric_column})
 
 
+def with_metric(error: RequestError, text: str, entries: Iterable[Entry]) -> RequestError:
+    """Return the error about a filter, with a metric of the runs as its hint if a word begins with its name."""
+    names = [name for name in metric_names(entries) if any(word.startswith(name) for word in text.split())]
+    if not names or "no column" not in str(error):
+        return error
+    return RequestError(f"{str(error).partition(';')[0]}; did you mean {METRIC + max(names, key=len)!r}?")
+
+
 def _anywhere(word: str, entry: Entry) -> bool:
     part = word.casefold()
     texts = [*(entry[name] or "" for name in ANYWHERE), *(entry["tags"] or ())]

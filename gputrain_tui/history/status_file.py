@@ -111,7 +111,7 @@ class Status(msgspec.Struct, kw_only=True, omit_defaults=True):
     tested: Validation | None = None
     """The last test, or the result of a run of ``eval``; written at the end."""
     findings: list[Finding] = []
-    """Findings that stood at the end and mark the run, the most urgent first; written at the end."""
+    """Findings that mark the run, the most urgent first: at its end they stood, or had for most steps; written then."""
     archived: UnixSeconds | None = None
     """When this copy of the run was made for an archive, Unix seconds; the copy never changes."""
 

@@ -25,7 +25,7 @@ SUMMARY_KEYS = (
 )  # fmt: skip
 """Keys of a summary, as ``gputrain runs --json`` prints them."""
 FINDING_KEYS = (
-    "kind", "severity", "rank", "ranks", "host", "step", "cause", "line", "message", "evidence", "advice",
+    "kind", "state", "severity", "rank", "ranks", "host", "step", "cause", "line", "message", "evidence", "advice",
 )  # fmt: skip
 UNREADABLE = "unreadable"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from math import isfinite
 from typing import Literal
 
-from gputrain_tui.diagnosis.roll_up import roll_up
+from gputrain_tui.diagnosis.roll_up import marking_findings
 from gputrain_tui.history.plan_file import read_job
 from gputrain_tui.history.record_tail import last_test, newest_loss_of
 from gputrain_tui.history.status_file import Status, elapsed_of, read_status, write_status
@@ -237,7 +237,7 @@ class RunStatusWriter:
         status.tokens_per_s, status.mfu = rates.tokens_per_s, rates.mfu
         status.noise_scale = None if state.noise_scale is None else state.noise_scale.samples
         status.metrics = _metrics(state)
-        status.findings = marking(roll_up(state.findings.values(), state.ranks))
+        status.findings = marking(marking_findings(state))
         status.valid, status.best_valid = _valid(state), state.validations.best
         status.shares = None if state.shares.newest is None else state.shares.newest.shares
 

@@ -235,11 +235,15 @@ def _largest_phase(figures: Sequence[FigureComparison], index: int) -> str:
 
 
 def _finding_limit(condition: Condition, rounds: Sequence[Pair]) -> Limit:
-    """A finding is new where it stands in the later run alone, in more than half of the rounds."""
+    """A finding is new where it is that of the later run alone, in more than half of the rounds.
+
+    Besides those that stand, the one counts that stood for most steps and limits the run.
+    """
 
     def standing(run: RecordedRun) -> list[str]:
-        found = run.report.findings
-        return [each.message for each in found if each.kind == condition.finding and each.cleared is None]
+        found, verdict = run.report.findings, run.report.verdict
+        stands = [each.message for each in found if each.kind == condition.finding and each.cleared is None]
+        return stands or [verdict.text] * (verdict.kind == condition.finding)
 
     messages = [message for _, now in rounds for message in standing(now)[:1]]
     new = sum(1 for before, now in rounds if standing(now) and not standing(before))

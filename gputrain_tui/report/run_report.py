@@ -7,7 +7,7 @@ from math import isfinite
 
 import msgspec
 
-from gputrain_tui.diagnosis.roll_up import newest_findings
+from gputrain_tui.diagnosis.roll_up import newest_findings, past_lasting
 from gputrain_tui.report.report_fields import (
     FindingReport,
     GpuCard,
@@ -112,28 +112,20 @@ def verdict(state: RunState, facts: RunFacts) -> Verdict:
             cause=worst.cause,
             advice=worst.advice or None,
         )
-    stood = [each for each in past_findings(state) if each.severity != "info"]
-    longest = max(stood, key=_steps_stood, default=None)
-    if longest is not None and (steps := _steps_stood(longest)) > state.step / 2:
+    for longest, steps in past_lasting(state):
+        if longest.severity == "info":
+            continue
         return Verdict(
             kind=longest.kind,
-            text=f"{longest.message}; so it was for {steps:,} of {state.step:,} steps, until step "
-            f"{longest.cleared_step:,}",
+            text=f"{longest.message}; so it was for {steps:,} of {state.step:,} steps, until step {longest.step:,}",
             is_problem=True,
             rank=longest.rank,
             host=longest.host,
             cause=longest.cause,
-            advice=longest.advice,
+            advice=longest.advice or None,
         )
     largest = _largest_part(state)
     return msgspec.structs.replace(largest, text=largest.text + _outside_of_steps(state, facts.duration_s))
-
-
-def _steps_stood(finding: FindingReport) -> int:
-    """Return for how many steps a finding stood that is cleared; 0 where that is not known."""
-    if finding.step is None or finding.cleared_step is None:
-        return 0
-    return finding.cleared_step - finding.step
 
 
 BOUND = {

@@ -128,9 +128,10 @@ def is_cause(finding: Finding, failure: Failure | None) -> bool:
     return finding.kind == causes.get(failure.kind, failure.kind) and same_rank
 
 
-def by_urgency(finding: Finding) -> tuple[bool, int, int, float]:
-    """Return the sort key of findings in every view: ``urgency``, and of equals the slowest rank first."""
-    return *urgency(finding.kind, finding.severity), -finding.evidence.get("excess_ms", 0.0)
+def by_urgency(finding: Finding) -> tuple[bool, bool, int, int, float]:
+    """Return the sort key of findings in every view: what stands, by ``urgency``; of equals the slowest rank first."""
+    is_over = finding.state == "cleared"
+    return is_over, *urgency(finding.kind, finding.severity), -finding.evidence.get("excess_ms", 0.0)
 
 
 def urgency(kind: str, severity: str) -> tuple[bool, int, int]:
@@ -145,7 +146,7 @@ def marking(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def run_mark(findings: Iterable[Finding]) -> str:
-    """Return standing findings in a few words, such as ``NaN since step 60 on rank 1``; empty without any."""
+    """Return the findings of a run in a few words, such as ``NaN since step 60 on rank 1``; empty without any."""
     if not (standing := marking(findings)):
         return ""
     first, *others = standing
@@ -155,7 +156,8 @@ def run_mark(findings: Iterable[Finding]) -> str:
 
 def _state(finding: Finding) -> str:
     if finding.kind != "non_finite":
-        return finding_summary(finding)
+        until = f", until step {finding.step:,}" if finding.state == "cleared" and finding.step is not None else ""
+        return finding_summary(finding) + until
     since = f" since step {finding.step:,}" if finding.step is not None else ""
     on = f" on {_few_ranks(finding.ranks or [finding.rank])}" if finding.rank is not None else ""
     return f"NaN{since}{on}"

@@ -157,6 +157,9 @@ async def test_the_console_asks_all_ranks_shows_their_answers_as_they_come_and_s
         more = app.screen.copyable()
         assert more is not None
         assert "\n  event-writer\n" in more.text
+        await press(pilot, "S")  # a hang is ended where it is seen
+        assert f"Stop {stacks.run.id}?" in "\n".join(rows(app))
+        await press(pilot, "escape")
     assert stacks.process.poll() is None
 
 

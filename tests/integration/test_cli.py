@@ -61,6 +61,10 @@ def test_every_command_has_a_help(name: str, capsys: pytest.CaptureFixture[str])
     ("words", "message"),
     [
         (["gpuz"], "'gpuz' is not a known command; did you mean 'gpus'?; see `gputrain --help`"),
+        (
+            ["resume", "last"],
+            "'resume' is not a known command; did you mean `gputrain run --resume RUN`?; see `gputrain --help`",
+        ),
         (["zzz"], "'zzz' is not a known command; see `gputrain --help`"),
         (["--versoin"], "'--versoin' is not a known option; did you mean '--version'?; see `gputrain --help`"),
         (["gpus", "--jsno"], "gpus: --jsno is not a known option; did you mean '--json'?"),

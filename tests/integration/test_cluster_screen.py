@@ -214,6 +214,7 @@ async def test_a_machine_without_gpus_is_shown_with_its_driver_note(size: tuple[
         text = screen_text(app)
         assert "No NVIDIA driver on this machine" in text
         assert "cpu_ranks" in text
+        assert "Choose" not in text, "the footer offers no key that does nothing"
         await pilot.press("space", "enter", "f")
         assert app.place == "cluster"
 

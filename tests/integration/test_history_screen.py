@@ -261,6 +261,8 @@ async def test_a_long_filter_that_nothing_matches_says_so_in_a_narrow_terminal(t
 
 @in_loop
 async def test_a_filter_that_is_not_understood_stays_in_the_line(three_runs: list[Run]) -> None:
+    three_runs[0].status.metrics = {"accuracy": 0.5}
+    write_status(three_runs[0].dir, three_runs[0].status)
     app = quiet_app()
     notices: list[str] = []
     async with app.run_test(size=(120, 40)) as pilot:
@@ -269,6 +271,8 @@ async def test_a_filter_that_is_not_understood_stays_in_the_line(three_runs: lis
         await pilot.press("slash", *"lss<2", "enter")
         assert notices == ["filter 'lss<2': no column 'lss'; did you mean 'loss'?"]
         assert app.focused is app.screen.query_one("#editor")
+        await pilot.press("ctrl+u", *"accuracy>0.9", "enter")
+        assert notices[-1] == "filter 'accuracy>0.9': no column 'accuracy'; did you mean 'metric:accuracy'?"
 
 
 @in_loop

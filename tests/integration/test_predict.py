@@ -132,6 +132,16 @@ def test_a_table_is_refused_by_the_name_of_its_file(
     assert f"{name}: is a table, whose other columns would count as text: give the column of texts alone" in said
 
 
+def test_a_table_like_that_of_the_validation_is_read_and_its_labels_are_no_words(
+    docnn: Path, typed: Any, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    typed(b"a good film\nbad\n")
+    _, of_lines, _ = predicted(capfdbinary, docnn, "--", *DOCNN)
+    (tmp_path / "dev.tsv").write_text("label\tsentence\n1\ta good film\n0\tbad\n")
+    code, of_table, said = predicted(capfdbinary, docnn, "--input", tmp_path / "dev.tsv", "--", *DOCNN)
+    assert (code, of_table, said) == (0, of_lines, "")
+
+
 def test_a_text_with_commas_is_no_header(docnn: Path, typed: Any, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     typed(b"a good, text\ntext\nfilm,good\n")
     code, printed, said = predicted(capfdbinary, docnn, "--", *DOCNN)

@@ -85,11 +85,15 @@ def test_a_filter_that_matches_nothing_is_no_error(run: Run, capsys: pytest.Capt
     [
         (("--filter", "stat:failed"), "filter 'stat:failed': no column 'stat'; did you mean"),
         (("--sort", "los"), "no column 'los' to sort by; did you mean 'loss'"),
+        (("--sort", "accuracy"), "no column 'accuracy' to sort by; did you mean 'metric:accuracy'?"),
+        (("--filter", "accuracy>0.9"), "filter 'accuracy>0.9': no column 'accuracy'; did you mean 'metric:accuracy'?"),
     ],
 )
 def test_an_unknown_column_is_refused_in_one_line(
     words: tuple[str, str], message: str, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    run.status.metrics = {"accuracy": 0.5}
+    write_status(run.dir, run.status)
     code, out, err = call(capsys, "runs", *words)
     assert (code, out) == (2, "")
     assert message in err

@@ -210,6 +210,43 @@ def test_ranks_that_a_quota_holds_back_in_turns_have_no_uneven_batches(throttled
     assert ("imbalance" in {each.kind for each in found + again if each.state == "raised"}) is True
 
 
+@pytest.mark.parametrize(("ranks", "is_found"), [(8, True), (4, False)])
+def test_where_ranks_wait_for_each_other_their_busy_threads_show_that_cores_are_few(ranks: int, is_found: bool) -> None:
+    run = SimulatedRun(8)
+    run.steps(10)
+    found = sampled(run, 30, ranks=ranks, cores=2, wait_percent=10.0)
+    assert [each.message.partition(": ")[0] for each in found] == is_found * [
+        "the busy threads of the 8 ranks on node0 wait 75 % of the time for a free core"
+    ]
+    assert all(each.advice.startswith("start at most 2 ranks on this host") for each in found)
+    run.state.apply(NodeSample(time=run.now, node=0, host="node0", cores=2, ranks=[]))
+    assert run.steps(1) == [], "a host without ranks, at the end of the run, has not become faster"
+
+
+@pytest.mark.parametrize(
+    ("slow", "cores", "kinds"),
+    [
+        (late(1, backward=8.0), 2, {"cpu_contention"}),
+        (late(1, backward=8.0), 8, {"straggler"}),
+        (late(1, backward=90.0), 2, {"cpu_contention", "straggler"}),
+        (late_in_turns, 2, {"cpu_contention"}),
+        (late_in_turns, 8, {"imbalance"}),
+        (late(1, backward=8.0), 1, {"cpu_contention"}),
+    ],
+    ids=["late", "late with enough cores", "most of each step", "in turns", "in turns with enough cores", "one core"],
+)
+def test_on_a_host_with_fewer_cores_than_ranks_one_is_late_only_if_that_is_most_of_each_step(
+    slow: Slow, cores: int, kinds: set[str]
+) -> None:
+    run = SimulatedRun(4)
+    run.steps(10)
+    found = sampled(run, 150, ranks=4, cores=cores, wait_percent=40.0, slow=slow)
+    assert {each.kind for each in found if each.state == "raised"} == kinds
+    if cores < 4:
+        run.state.apply(NodeSample(time=run.now, node=0, host="node0", cores=cores, ranks=[]))
+        assert run.steps(1, slow) == [], "ranks that are gone at the end do not show that they had enough cores"
+
+
 @pytest.mark.parametrize("waits", [True, False], ids=["its waits were measured", "they were not"])
 def test_a_rank_that_is_late_for_its_quota_is_named_with_it(waits: bool) -> None:
     run = SimulatedRun(2)

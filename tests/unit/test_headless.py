@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from made_runs import make_run
@@ -40,8 +40,10 @@ from trainer.contract.record import (
     Finding,
     Joining,
     ModelFlops,
+    NodeSample,
     NoiseScale,
     Queued,
+    RankSample,
     RankState,
     RankStateName,
     RunEnded,
@@ -418,6 +420,32 @@ def test_before_the_first_step_a_compilation_has_its_name() -> None:
         state.apply(RankState(time=1.0, rank=rank, state="training"))
     state.apply(Doing(time=2.0, rank=1, step=1, part="compile", parts_done=0, waited_ms=2e3))
     assert "2 ranks, compiling" in plain_line(state, now=40.0)
+
+
+@pytest.mark.parametrize(
+    ("states", "lines", "told"),
+    [
+        (("spawned", "spawned"), ("", ""), "starting 2 ranks  40 s"),
+        (("spawned", "training"), ("a.py:1 in <module>", ""), "starting 2 ranks: rank 0 at a.py:1 in <module>  40 s"),
+        (("ready", "ready"), ("", ""), "2 ranks started, no step yet: loading data and model  40 s"),
+        (("training", "training"), ("a.py:9 in load",) * 2, "2 ranks started, no step yet: at a.py:9 in load  40 s"),
+        (
+            ("training", "training"),
+            ("a.py:9 in load", "a.py:12 in main"),
+            "2 ranks started, no step yet: rank 0 at a.py:9 in load, rank 1 at a.py:12 in main  40 s",
+        ),
+        (("training", "training"), ("", ""), "2 ranks started, no step yet  40 s"),
+    ],
+)
+def test_before_the_first_step_the_progress_says_where_the_ranks_are(
+    states: tuple[Any, Any], lines: tuple[str, str], told: str
+) -> None:
+    state = started()
+    for rank, each in enumerate(states):
+        state.apply(RankState(time=1.0, rank=rank, state=each))
+    samples = [RankSample(rank=rank, line=line) for rank, line in enumerate(lines)]
+    state.apply(NodeSample(time=2.0, node=0, host="a", ranks=samples))
+    assert plain_line(state, now=state.started + 40.0).endswith(told)
 
 
 def test_rates_of_tokens_and_the_utilization_stand_where_they_are_known_and_agree() -> None:

@@ -205,6 +205,13 @@ def test_figures_are_over_all_steps_however_many_an_event_covers() -> None:
     assert found["loss"] == pytest.approx(2.0)
 
 
+def limited(name: str) -> RecordedRun:
+    """Return a run that a straggler has limited for most steps, but not in the last ones."""
+    run = recorded(name)
+    verdict = Verdict(kind="straggler", text="rank 1 was late until step 600", is_problem=True)
+    return dataclasses.replace(run, report=replace(run.report, verdict=verdict))
+
+
 def checked(condition: str, run: RecordedRun, first: RecordedRun | None = None) -> tuple[bool | None, str]:
     runs, parsed = [first or recorded(), run], parse_condition(condition)
     (limit,) = check_limits(compare(runs, loss_steps=[] if parsed.at is None else [parsed.at]), runs, [parsed]).limits
@@ -236,6 +243,7 @@ LIMITS: dict[str, tuple[str, RecordedRun, bool | None, str]] = {
     "another metric": ("metric:recal@5>+0.1", measured("b", 0.9), None, "did you mean 'metric:recall@5'"),
     "a metric of one run": ("metric:recall@5>+0.1", recorded("b"), None, "metric:recall@5 is not known of b"),
     "a finding": ("finding:straggler", recorded("b"), False, "no straggler stands"),
+    "a finding of most steps": ("finding:straggler", limited("b"), True, "rank 1 was late until step 600"),
 }
 
 

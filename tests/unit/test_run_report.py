@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from plans import plan_for
 from synthetic import BEGIN, write
 
 from gputrain_tui import cli
+from gputrain_tui.diagnosis.roll_up import marking_findings
 from gputrain_tui.headless.progress import paint
 from gputrain_tui.headless.report_text import report_lines
 from gputrain_tui.history.hardware_series import HardwareSeries
@@ -29,6 +31,7 @@ from gputrain_tui.report.run_charts import run_charts
 from gputrain_tui.report.run_report import past_findings, run_report, verdict
 from gputrain_tui.report.step_blocks import StepBlocks
 from gputrain_tui.state import RunState
+from gputrain_tui.state.finding_text import run_mark
 from gputrain_tui.state.rank_state import KEPT
 from gputrain_tui.tables import duration
 from trainer.checkpoint import CheckpointWriter, Saved, write_file
@@ -88,7 +91,11 @@ VERDICTS: dict[str, tuple[list[AnyEvent], str, str, str]] = {
         "finished", "compute", "compute-bound",
     ),
     "a finding that stood for most of the steps": (
-        [finding("straggler", 5, rank=1), finding("straggler", 16, rank=1, state="cleared"), step(20)],
+        [
+            finding("straggler", 5, rank=1, diagnosed=True),
+            finding("straggler", 16, rank=1, state="cleared", diagnosed=True),
+            step(20),
+        ],
         "finished", "straggler", "straggler it is; so it was for 11 of 20 steps, until step 16",
     ),
     "what only informs": ([step(1), finding("imbalance", 5, severity="info")], "finished", "compute", "compute-bound"),
@@ -106,6 +113,26 @@ def test_the_verdict_is_failure_then_finding_then_largest_part(name: str) -> Non
     found = verdict(state, facts(status))
     assert found.kind == kind
     assert found.text.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("past", "mark"),
+    [
+        ([(5, 16)], "rank 1 slow, until step 16"),
+        ([(2, 7), (10, 19)], "rank 1 slow, until step 19"),
+        ([(5, 7)], ""),
+    ],
+)
+def test_what_stood_for_most_steps_marks_the_run_that_it_slowed(past: Sequence[tuple[int, int]], mark: str) -> None:
+    state = RunState(world_size=2)
+    for raised, cleared in past:
+        for at, what in ((raised, "raised"), (cleared, "cleared")):
+            state.apply_all([finding("straggler", at, rank=1, state=what, diagnosed=True)])
+    state.apply_all([step(20)])
+    assert run_mark(marking_findings(state)) == mark
+    assert (verdict(state, facts("finished")).kind == "straggler") is bool(mark)
+    state.apply_all([finding("restarted", 20, severity="info"), step(21)])
+    assert run_mark(marking_findings(state)) == ""
 
 
 @pytest.mark.parametrize(("duration_s", "is_named"), [(None, False), (60.0, False), (100.0, True)])

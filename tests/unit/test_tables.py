@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gputrain_tui import paths
-from gputrain_tui.tables import TableColumn, duration, number, size, table
+from gputrain_tui.tables import TableColumn, cut_apart, duration, number, size, table
 
 
 def test_cells_are_aligned_by_their_width_on_the_screen() -> None:
@@ -54,6 +54,19 @@ def test_durations_are_formatted_as_a_clock(seconds: float | None, text: str) ->
 def test_a_number_that_was_not_measured_is_empty_and_not_zero() -> None:
     assert [number(None), number(0.0), number(1.23456, 2)] == ["", "0", "1.23"]
     assert [number(1234), number(12345.678, 4), number(1e20)] == ["1,234", "12,346", "1.00e+20"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "shown"),
+    [
+        (["/data/a.py", "/data/b.py"], ["…/a.py", "…/b.py"]),
+        (["/data/a.py", "/tmp/a.py"], ["/data…", "/tmp/…"]),
+        (["", "/data/a.py", "7"], ["", "/data…", "7"]),
+        (["/data/a.py", "/data/a.py"], ["/data…", "/data…"]),
+    ],
+)
+def test_paths_that_differ_do_so_after_they_are_cut(texts: list[str], shown: list[str]) -> None:
+    assert cut_apart(texts, 6) == shown
 
 
 def test_everything_lives_under_the_home_that_is_set(tmp_path: Path) -> None:

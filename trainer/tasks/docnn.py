@@ -5,7 +5,8 @@ Shapes: B sentences, L words of the longest one, E width of an embedding, K filt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -160,6 +161,13 @@ class DocNNTask(Classifier):
         """Return words ``[B, L]``, padded at the end, and classes ``[B]``."""
         words = pad_sequence([words for words, _ in samples], batch_first=True, padding_value=PAD)
         return words, torch.tensor([label for _, label in samples])
+
+    def read_inputs(self, path: Path) -> Iterable[Mapping[str, Any]] | None:
+        """Return the texts of a table with labels, as of the validation; None for lines, or another table."""
+        try:
+            return [{"text": row.text} for row in self._read(str(path)).rows] if path.suffix == ".tsv" else None
+        except RequestError:
+            return None
 
     def predict(self, model: nn.Module, rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Return the label of each ``text`` and the probability of every label."""

@@ -14,7 +14,7 @@ from textual.events import Resize
 from textual.geometry import Size
 
 from gputrain_tui.console.screens.console_screen import ConsoleScreen, next_of
-from gputrain_tui.console.screens.start_and_stop import confirm_stop
+from gputrain_tui.console.screens.start_and_stop import confirm_stop_of_screen
 from gputrain_tui.console.widgets.band_chart import BandChart, ChartDragged, EarlierCurve
 from gputrain_tui.console.widgets.chart_view import ChartView
 from gputrain_tui.console.widgets.key_bar import KeyBar
@@ -245,8 +245,4 @@ class ChartScreen(ConsoleScreen):
             chart.show(last=self._window, smoothing=self._smoothing)
 
     def action_stop_run(self) -> None:
-        if self.live.over:
-            what = "was" if self.live.status == "deleted" else "has ended:"
-            self.console.report(f"{self.live.id} {what} {self.live.status}")
-        else:
-            confirm_stop(self.console, self.live.run)
+        confirm_stop_of_screen(self.console, self.live)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -27,6 +27,7 @@ from gputrain_tui.console.host_choice import (
 )
 from gputrain_tui.console.screens.console_screen import Page
 from gputrain_tui.console.widgets.gpu_table import GpuTable, MachinePanel, ProcessList
+from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.history.run_folders import Run, list_runs
 from gputrain_tui.hosts.host_names import THIS_MACHINE, LocalFacts, is_local
 from gputrain_tui.hosts.inventory import Inventory, take_inventory
@@ -159,6 +160,11 @@ class ClusterScreen(Page):
     def _show(self) -> None:
         self._table.show(list(self._hosts.values()), now=self._now())
         self._arrange()
+        self.query_one(KeyBar).redraw()
+
+    def lacking(self) -> Collection[str]:
+        has_gpus = any(host.gpus for host in self._table.hosts)
+        return () if has_gpus else ("toggle_gpu", "choose_free", "use_gpus")
 
     def on_resize(self, event: Resize) -> None:
         self._arrange()

@@ -18,7 +18,7 @@ from gputrain_tui.history.comparison import MEASURES, DifferingValues
 from gputrain_tui.history.run_folders import Run
 from gputrain_tui.report.load_report import recipe_differences
 from gputrain_tui.state.share_changes import shares_text
-from gputrain_tui.tables import printable
+from gputrain_tui.tables import cut_apart, printable
 from trainer.contract.errors import RequestError
 
 
@@ -51,8 +51,8 @@ class Differences(Listing[DifferingValues]):
     def row(self, line: DifferingValues, width: int) -> Row:
         keys, cells = self._widths(width)
         row: Row = [(" ", "base"), (pad(crop_start(line.key, keys - 1), keys), "dim")]
-        for value in line.values:
-            row += [(pad(printable(value) or EMPTY, cells), "bright"), ("  ", "base")]
+        for value in cut_apart([printable(value) for value in line.values], cells):
+            row += [(pad(value or EMPTY, cells), "bright"), ("  ", "base")]
         return fit_row(row, width)
 
     def empty(self, width: int, height: int) -> list[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
@@ -205,7 +205,11 @@ class Page(ConsoleScreen):
     def compose(self) -> ComposeResult:
         yield ScreenTabs(self.TAB or self.PLACE)
         yield from self.body()
-        yield KeyBar(self.PLACE)
+        yield KeyBar(self.PLACE, lacking=self.lacking)
+
+    def lacking(self) -> Collection[str]:
+        """Return the actions that cannot be done now, which the footer leaves out."""
+        return ()
 
     @abstractmethod
     def body(self) -> ComposeResult:

@@ -25,7 +25,7 @@ from gputrain_tui.console.widgets.overlay_chart import OverlayChart
 from gputrain_tui.console.widgets.run_list import RunCard, RunList
 from gputrain_tui.history.comparison import MAX_RUNS, MIN_RUNS
 from gputrain_tui.history.notes import checked_note, checked_tags, read_notes, write_notes
-from gputrain_tui.history.run_columns import run_filter
+from gputrain_tui.history.run_columns import run_filter, with_metric
 from gputrain_tui.history.run_folders import Run, open_run
 from gputrain_tui.history.run_listing import ListedRuns, RunListing
 from gputrain_tui.history.status_file import ENDED
@@ -214,9 +214,9 @@ class HistoryScreen(Page):
     def _set_filter(self, text: str, *, complain: bool = False) -> None:
         try:
             self._table.filter = run_filter(text)
-        except RequestError:
+        except RequestError as error:
             if complain:
-                raise
+                raise with_metric(error, text, self._table.listed or ()) from None
             return  # a word is still being typed
         self._show_entries()
 

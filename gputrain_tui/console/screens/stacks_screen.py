@@ -9,6 +9,7 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 
 from gputrain_tui.console.screens.console_screen import ConsoleScreen
+from gputrain_tui.console.screens.start_and_stop import confirm_stop_of_screen
 from gputrain_tui.console.widgets.canvas import SCROLL_KEYS, Copyable
 from gputrain_tui.console.widgets.key_bar import KeyBar
 from gputrain_tui.console.widgets.run_header import RunHeader
@@ -43,7 +44,8 @@ class StacksScreen(ConsoleScreen):
     def compose(self) -> ComposeResult:
         yield RunHeader(self.live, id="header")
         yield GroupsView(id="stacks")
-        yield KeyBar(self.PLACE)
+        live = self.live
+        yield KeyBar(self.PLACE, over=lambda: live.over)
 
     def on_mount(self) -> None:
         self.action_ask()
@@ -99,6 +101,9 @@ class StacksScreen(ConsoleScreen):
 
     def copyable(self) -> Copyable | None:
         return self.query_one(GroupsView).copyable()
+
+    def action_stop_run(self) -> None:
+        confirm_stop_of_screen(self.console, self.live)
 
     def action_back(self) -> None:
         self.dismiss()

@@ -13,6 +13,7 @@ from trainer.contract.errors import RequestError
 if TYPE_CHECKING:
     from gputrain_tui.console.screens.console_screen import AppProtocol
     from gputrain_tui.history.run_folders import Run
+    from gputrain_tui.lifecycle.live_run import LiveRun
     from gputrain_tui.lifecycle.prepared import Prepared
 
 
@@ -108,6 +109,15 @@ def confirm_stop(console: AppProtocol, run: Run) -> None:
     consequence = f"Its {_ranks_of(run)} end on every machine. Checkpoints are kept."
     stop = partial(console.run_worker, partial(_stop, console, run), group="stop")
     console.confirm(f"Stop {run.id}?", consequence, yes="Stop it", act=stop)
+
+
+def confirm_stop_of_screen(console: AppProtocol, live: LiveRun) -> None:
+    """Stop the run of a screen, after a dialog; of one that is over, show its state."""
+    if live.over:
+        what = "was" if live.status == "deleted" else "has ended:"
+        console.report(f"{live.id} {what} {live.status}")
+    else:
+        confirm_stop(console, live.run)
 
 
 async def _stop(console: AppProtocol, run: Run) -> None:

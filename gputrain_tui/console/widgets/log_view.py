@@ -378,7 +378,7 @@ class LogView(Canvas, can_focus=True):
             notes.append((f"from column {self._shift + 1}", "dim"))
         if not self.following:
             below = self.buffer.rows - self.page - self.top_row
-            notes.append((f"{below:,} lines below, End follows", "accent"))
+            notes.append((f"{below:,} lines below, End follows" if below > 0 else "End follows", "accent"))
         return title_row(width, [("log", "title"), (f"  {whose}", "dim")], [[note] for note in notes])
 
     def _empty_texts(self) -> list[str]:

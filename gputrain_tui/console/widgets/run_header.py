@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 from gputrain_tui.console.widgets.drawing import EMPTY, Row, crop, fit_rows, row_cells
 from gputrain_tui.console.widgets.panel import ClockPanel
-from gputrain_tui.diagnosis.roll_up import roll_up
+from gputrain_tui.diagnosis.roll_up import marking_findings, roll_up
 from gputrain_tui.headless.number_text import loss_text
 from gputrain_tui.history.status_file import ENDED, Status
 from gputrain_tui.state import RunState
 from gputrain_tui.state.figures import RunFigures, noise_text
 from gputrain_tui.state.finding_text import by_urgency, failure_summary, finding_summary, run_mark
 from gputrain_tui.state.standstill import Standstill
+from gputrain_tui.state.start_activity import start_activity
 from gputrain_tui.tables import duration, evaluation, of_weights, printable
 from trainer.contract.record import Validation
 
@@ -31,15 +32,16 @@ def run_condition(state: RunState, status: str = "running", standstill: Standsti
         return []
     if status == "failed":
         return [] if state.root_cause is None else [[(failure_summary(state.root_cause), "error")]]
-    findings = sorted(roll_up(state.findings.values(), state.ranks), key=by_urgency)
+    standing = marking_findings(state) if status in ENDED else roll_up(state.findings.values(), state.ranks)
+    findings = sorted(standing, key=by_urgency)
     if not findings:
         is_still = standstill is not None and standstill.is_long
         return [[("✓ no findings", "dim")]] if state.step >= LEAST_STEPS and not is_still else []
     worst = findings[0]
     sign, role = SEVERITY_SIGNS.get(worst.severity, SEVERITY_SIGNS["warning"])
     text = printable(finding_summary(worst))
-    if status in ENDED and (standing := printable(run_mark(findings))):
-        forms = dict.fromkeys((standing, standing.partition(" and ")[0], standing.partition(":")[0]))
+    if status in ENDED and (marked := printable(run_mark(findings))):
+        forms = dict.fromkeys((marked, marked.partition(" and ")[0], marked.partition(":")[0]))
         return [[(f"{sign} {form}", "warning")] for form in forms]
     more = f"  +{len(findings) - 1:,} more" if len(findings) > 1 else ""
     forms = dict.fromkeys((text + more, text, text.partition(":")[0]))
@@ -91,8 +93,8 @@ class RunHeading:
     condition: Sequence[Row] = ()
     """Condition of the run, the longest form first."""
     note: str = ""
-    joins: bool = False
-    """Whether some ranks have not joined the others yet."""
+    activity: str = ""
+    """What the ranks do before the first step; empty where that is not known."""
     noise: str = ""
     """Gradient noise scale, and its meaning; empty where it is not known."""
     unmeasured: str = ""
@@ -180,7 +182,7 @@ def _without_step(head: RunHeading) -> Row:
     if (tested := head.tested) is not None:
         shown = evaluation(of_weights(tested.weights_step or 0), tested.loss, tested.metrics)
         return [(f" {tested.split} ", "dim"), (printable(shown), "title")]
-    text = "no step yet: ranks are joining" if head.joins else "no step yet"
+    text = f"no step yet: {head.activity}" if head.activity else "no step yet"
     if head.status in (*ENDED, "lost"):
         text = "no step was measured"
     if head.status == "queued":
@@ -277,7 +279,7 @@ def heading(live: LiveRun) -> RunHeading:
         end=live.run.status if live.status in ENDED and not live.caught_up else None,
         condition=run_condition(state, live.status, live.standstill) if live.caught_up else (),
         note=_note(live),
-        joins=bool(state.missing),
+        activity=start_activity(state) or "ranks are joining" * bool(state.missing),
         noise=noise_text(state.noise_scale),
         unmeasured="" if state.unmeasured is None else state.unmeasured.message,
     )

@@ -319,6 +319,18 @@ async def test_all_ranks_carry_their_names_and_one_rank_does_not(run: RunDir) ->
 
 
 @in_loop
+async def test_a_match_in_a_log_that_fits_has_no_lines_below(run: RunDir) -> None:
+    app = LogApp(run)
+    printed(run, "0", "line 1\nline 2\n")
+    async with app.run_test(size=(60, 6)) as pilot:
+        app.view.focus()
+        app.view.tick()
+        await pilot.press("slash", *"line 1", "enter")
+        assert "lines below" not in screen(app.view)[0]
+        assert "End follows" in screen(app.view)[0]
+
+
+@in_loop
 async def test_keys_search_and_choose_the_level(run: RunDir) -> None:
     app = LogApp(run)
     printed(run, "0", "".join(f"line {n}\n" for n in range(50)) + "ValueError: no\n" + "more\n" * 20)
