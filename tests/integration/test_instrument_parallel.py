@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -466,7 +467,11 @@ def pipelined(rank: int, steps: int, *, schedule: str, scales: bool = True) -> t
         inputs = torch.empty(2, 4, requires_grad=number > 0)
         outputs = torch.empty(2, model.out_features, requires_grad=True)
         stages.append(PipelineStage(model, number, count, torch.device("cpu"), input_args=inputs, output_args=outputs))
-    pipeline = torch_schedule(stages if several else stages[0], 4, loss_fn=nn.functional.mse_loss, scale_grads=scales)
+    own: Any = stages if several else stages[0]
+    if "scale_grads" in inspect.signature(torch_schedule).parameters:
+        pipeline = torch_schedule(own, 4, loss_fn=nn.functional.mse_loss, scale_grads=scales)
+    else:  # torch before 2.7 divides no gradients
+        pipeline, scales = torch_schedule(own, 4, loss_fn=nn.functional.mse_loss), False
     optimizer = sgd(nn.ModuleList(models.values()))
     expected: list[float | None] = []
     for (batch,) in loader(0, steps):
