@@ -234,9 +234,10 @@ def _core_wait_ms(
 def merge(steps: Sequence[Step]) -> Step:
     """Merge the events of consecutive steps of one rank.
 
-    Means are over the steps that have the value; ``samples`` and ``tokens`` are totals, absent where a step has none;
-    other fields are of the last step. Single losses, step times and exposed synchronisations are kept as lists
-    in step order; a loss there has the seven digits of a 32-bit float. Collectives are means over all steps.
+    Means are over the steps that have the value; ``samples`` are the total of those that are known, ``tokens`` a total,
+    absent where a step has none; other fields are of the last step. Single losses, step times and exposed
+    synchronisations are kept as lists in step order, samples where they differ; a loss there has the seven digits of a
+    32-bit float. Collectives are means over all steps.
     """
     last = steps[-1]
     if len(steps) == 1:
@@ -253,7 +254,6 @@ def merge(steps: Sequence[Step]) -> Step:
         lr=last.lr,
         clock_set_ms=last.clock_set_ms,
         steps=len(steps),
-        samples=_total([step.samples for step in steps]),
         tokens=_total([step.tokens for step in steps]),
         core_wait_ms=_mean_waits([step.core_wait_ms for step in steps if step.core_wait_ms is not None]),
         compile_ms=sum(step.compile_ms or 0.0 for step in steps) or None,
@@ -261,8 +261,10 @@ def merge(steps: Sequence[Step]) -> Step:
         non_finite=list(dict.fromkeys(name for step in steps for name in step.non_finite)),
         **means,  # type: ignore[arg-type]
     )
-    samples = [step.samples for step in steps if step.samples is not None]
-    if len(samples) == len(steps) and len({*samples}) > 1:
+    samples = [step.samples for step in steps]
+    if known := [each for each in samples if each is not None]:
+        event.samples = sum(known)
+    if len({*samples}) > 1:
         event.samples_each = samples
     if event.loss is not None:
         event.losses = [None if step.loss is None else float(f"{step.loss:.7g}") for step in steps]

@@ -238,8 +238,9 @@ class Step(Event, kw_only=True, tag="step"):
     """Single calls of these, in order, of the last covered detailed step; absent without one."""
     memory_peak_bytes: Count | None = None
     """Peak memory of tensors on the GPU so far."""
-    samples_each: list[Count] | None = None
-    """The samples of each covered step, in step order, where they differ."""
+    samples_each: list[Count | None] | None = None
+    """The samples of each covered step, in step order, where they differ; null where they are not known, and then
+    ``samples`` are those of the others."""
     losses: list[FiniteFloat | None] | None = None
     """The loss of each covered step, in step order; absent if the event covers one step."""
     step_ms_each: list[FiniteFloat | None] | None = None
