@@ -44,6 +44,25 @@ class FetchedBatches:
         """Data iterators that have given a batch since the model was last trained."""
         self._trained: set[ref[Any]] = set()
         """Data iterators whose batches the model was trained with."""
+        self.calls = 0
+        """Calls of a model in the step."""
+        self._calls_before = 0
+        """Calls up to its last backward pass."""
+        self._are_several = False
+        """Whether there were several for one backward pass of the step: on one batch, or on others."""
+        self.are_needed = False
+        """Whether sizes of batches are, beside those of a wrapped model's calls: it was called several times on one."""
+        self.unknown = ""
+        """Why the samples of a step are not known; empty if they are, or if none has several calls."""
+        self._new = 0
+        """Batches that have come in this step."""
+        self._has_any = False
+        """Whether a batch has come in an earlier step of the epoch."""
+
+    @property
+    def are_same(self) -> bool:
+        """Whether a step would be made on the batch of the one before."""
+        return self._has_any and not self._new
 
     def were_evaluated(self, iterator: Any) -> bool:
         """Return, when a further batch is requested, whether those before were an evaluation's; then forget them."""
@@ -56,6 +75,7 @@ class FetchedBatches:
     def add(self, iterator: Any, batch: Any | None) -> None:
         this = ref(iterator)
         self._fetched.add(this)
+        self._new += 1
         if batch is not None:
             self._are_counted = True
             self._following[this] = plus(self._following.get(this, (0, None)), size_of(batch))
@@ -63,19 +83,40 @@ class FetchedBatches:
     def await_training(self, iterator: Any, batch: Any) -> None:
         """Note a batch from before the training, which begins with the newest one of each iterator."""
         this = ref(iterator)
+        self._new += 1
         self._before = self._following.get(this, (0, None))
         self._following = {each: size for each, size in self._following.items() if each() not in (None, iterator)}
         self._following[this] = size_of(batch)
 
+    def call(self) -> bool:
+        """Count a call; return whether there was one before it since the last backward pass."""
+        self.calls += 1
+        return self.calls > self._calls_before + 1
+
     def begin_step(self) -> None:
         self.size = (0, None)
         self._leftover, self._drops_leftover, self._has_ended = None, False, False
+        self._has_any |= self._new > 0
+        self.calls = self._calls_before = self._new = 0
+        self._are_several = False
 
-    def end_step(self, called: BatchSize | None) -> BatchSize:
+    def end_step(self, called: BatchSize | None, *, is_wrapped: bool, extends: bool) -> BatchSize:
         """Return the size of the step; ``called``: that of the model's calls, None where these are not all known.
 
-        Its samples are None where neither calls nor batches tell them.
+        Its samples are None where neither calls nor batches tell them. Calls of a wrapped model are known better than
+        batches, unless several are made on one: it is for one backward pass, or each is of the batch's size. With
+        ``extends`` it is what is added to the step before.
         """
+        is_repeated = self.calls > self._new > 0
+        self.are_needed |= self._are_several or is_repeated
+        if extends and self.are_same:
+            return 0, None
+        called = None if self._are_several else called
+        if is_wrapped and not self._are_several:
+            # Where the script fetches ahead, the last batch has come in the step before.
+            samples = self.size[0] if is_repeated and not self._has_ended else None
+            is_one = samples and called is not None and called[0] == self.calls * samples
+            return self.size if is_one else called or (None, None)
         if self.size[0] == 0 and self._has_ended and self._are_counted and not self._are_shared:
             # The script fetches ahead: this step's batch was counted in the step before, only the first one not.
             before, self._before = self._before, (0, None)
@@ -86,7 +127,11 @@ class FetchedBatches:
             return self.size
         if called is not None:
             return called
-        return self.size if self._are_counted else (None, None)
+        if self._are_counted or self.size[0]:
+            return self.size
+        if self.calls > 1:
+            self.unknown = "a step calls several models, or one several times, and no DataLoader gives its batch"
+        return None, None
 
     def end_epoch(self, called: BatchSize) -> None:
         """End an epoch within a step: fewer passes were left than a step takes; ``called``: size of these calls."""
@@ -100,6 +145,8 @@ class FetchedBatches:
 
     def begin_backward(self, called: BatchSize) -> BatchSize | None:
         """Return the size of the step's calls without what trains nothing, None if all does."""
+        self._are_several |= self.calls > self._calls_before + 1
+        self._calls_before = self.calls
         # A call has the batch of one iterator; else in the first step it is known better than the batch of before it.
         self._are_counted |= len(self._following) > 1
         for size in self._following.values():
@@ -119,7 +166,7 @@ class FetchedBatches:
         if evaluated:
             self._following.pop(this, None)
         else:
-            self._has_ended = True
+            self._has_ended, self._has_any = True, False
         self._trained.discard(this)
         self._fetched.discard(this)
         return evaluated
