@@ -146,7 +146,7 @@ def accumulating_with_sync(rank: int, steps: int) -> tuple[list[nn.Module], list
 
 
 def two_backwards(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
-    """Each of the two losses has its own backward pass, the second one called by ``torch.autograd``."""
+    """The first loss has its own backward pass, and the others one by ``torch.autograd``."""
     model = DDP(net())
     optimizer = sgd(model)
     losses = []
@@ -155,9 +155,10 @@ def two_backwards(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
         one = model(batch).square().mean()
         one.backward()
         two = model(batch + 1).abs().mean()
-        torch.autograd.backward([two])
+        three = two.exp()
+        torch.autograd.backward([two, three])
         optimizer.step()
-        losses.append(one.item() + two.item())
+        losses.append(one.item() + two.item() + three.item())
     return [model], losses
 
 
@@ -248,6 +249,27 @@ def scaler_that_skips(rank: int, steps: int) -> tuple[list[nn.Module], list[floa
         scaler.step(optimizer)
         scaler.update()
         losses += [] if number in (0, 3) else [loss.item()]
+    return [model], losses
+
+
+def scaled_losses(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """Two losses that are scaled before the first backward pass, their scaled sum, and a list."""
+    model = DDP(net())
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu")
+    losses = []
+    for number, (batch,) in enumerate(loader(rank, steps)):
+        outputs = model(batch)
+        one, two = outputs.square().mean(), outputs.abs().mean()
+        if number % 3 == 2:
+            torch.autograd.backward(scaler.scale([one, two]))
+        else:
+            of_one, of_two = scaler.scale(one), scaler.scale(two)
+            for loss in (of_one, of_two) if number % 3 else (of_one + of_two,):
+                loss.backward(retain_graph=True)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(one.item() + two.item())
     return [model], losses
 
 
@@ -483,6 +505,7 @@ LOOPS: dict[Loop, set[str]] = {
     one_optimizer_after_the_other: set(),
     closure: set(),
     scaler_that_skips: set(),
+    scaled_losses: set(),
     own_comm_hook: set(),
     comm_hook_that_comes_late: set(),
     compiled_within: set(),
@@ -694,6 +717,18 @@ def fetching_ahead_in_epochs(rank: int, steps: int) -> tuple[list[nn.Module], li
     return [model], []
 
 
+def short_batches_passed_over(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """Each epoch ends with a batch of three, on which nothing is trained."""
+    model = net()
+    optimizer = sgd(model)
+    for epoch in range(3):
+        points = torch.randn(steps * BATCH + 3, 4, generator=torch.Generator().manual_seed(epoch))
+        for (batch,) in DataLoader(TensorDataset(points), batch_size=BATCH):
+            if len(batch) == BATCH:
+                train(model, optimizer, batch)
+    return [model], []
+
+
 def evaluating_with_gradients(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
     """An evaluation after each epoch, without ``no_grad``."""
     model = net()
@@ -849,6 +884,7 @@ def test_a_rank_that_leaves_before_its_first_step_gets_no_advice(gang: Gang, tmp
         (adversarial_without_wrapper, (STEPS * BATCH, STEPS * BATCH)),
         (fetching_ahead, (STEPS * BATCH, STEPS * BATCH)),
         (fetching_ahead_in_epochs, (3 * STEPS * BATCH, 3 * STEPS * BATCH)),
+        (short_batches_passed_over, (3 * STEPS * BATCH, 3 * STEPS * BATCH)),
         (evaluating_with_gradients, (3 * STEPS * BATCH, 3 * STEPS * BATCH)),
         (minibatches_of_a_batch, (2 * STEPS * BATCH, 2 * STEPS * BATCH)),
         (two_loaders, (2 * STEPS * BATCH, 2 * STEPS * BATCH)),

@@ -175,8 +175,11 @@ class StepTracker:
             extends=extends,
             may_go_on=may_go_on,
         )
-        if self._ddp is not None and self._replica is not None and not self.synchronises:
-            self._stop_comparing()
+        if self._ddp is not None and self._replica is not None:
+            if not self.synchronises:
+                self._stop_comparing("without synchronising gradients (no_sync)")
+            elif self._ddp._join_config.enable:
+                self._stop_comparing("within join(), where a rank may run out of data before others")
         self._begin_step()
         self.write_checksum()
         if self._replica is not None:
@@ -205,8 +208,11 @@ class StepTracker:
         copy = begin_copy(self._replica.checksums(), host_copies(self.device))
         self._checksums = self.step, time.time(), copy
 
-    def _stop_comparing(self) -> None:
-        """Record no more checksums: ranks that step with their own gradients, as in local SGD, differ on purpose."""
+    def _stop_comparing(self, how: str) -> None:
+        """Record no more checksums: ranks that step with their own gradients, as in local SGD, differ on purpose.
+
+        With uneven inputs a rank's step has another number than that of the others from the next epoch on.
+        """
         self._replica = None
         self._writer.write(
             Finding(
@@ -214,8 +220,7 @@ class StepTracker:
                 kind="not_compared",
                 severity="info",
                 step=self.step,
-                message=f"step {self.step} was made without synchronising gradients (no_sync), so the ranks' "
-                "parameters are not compared from there on",
+                message=f"step {self.step} was made {how}, so the ranks' parameters are not compared from there on",
             )
         )
 

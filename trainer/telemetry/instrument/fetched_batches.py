@@ -56,6 +56,10 @@ class FetchedBatches:
         """Why the samples of a step are not known; empty if they are, or if none has several calls."""
         self._new = 0
         """Batches that have come in this step."""
+        self._newest: BatchSize = (None, None)
+        """Size of the newest of them."""
+        self._passes_over = False
+        """Whether a model was not called between two of the step: the first is passed over, or fetched ahead."""
         self._has_any = False
         """Whether a batch has come in an earlier step of the epoch."""
 
@@ -74,11 +78,13 @@ class FetchedBatches:
 
     def add(self, iterator: Any, batch: Any | None) -> None:
         this = ref(iterator)
+        self._passes_over |= this in self._fetched
         self._fetched.add(this)
         self._new += 1
         if batch is not None:
             self._are_counted = True
-            self._following[this] = plus(self._following.get(this, (0, None)), size_of(batch))
+            self._newest = size_of(batch)
+            self._following[this] = plus(self._following.get(this, (0, None)), self._newest)
 
     def await_training(self, iterator: Any, batch: Any) -> None:
         """Note a batch from before the training, which begins with the newest one of each iterator."""
@@ -98,7 +104,7 @@ class FetchedBatches:
         self._leftover, self._drops_leftover, self._has_ended = None, False, False
         self._has_any |= self._new > 0
         self.calls = self._calls_before = self._new = 0
-        self._are_several = False
+        self._are_several = self._passes_over = False
 
     def end_step(self, called: BatchSize | None, *, is_wrapped: bool, extends: bool) -> BatchSize:
         """Return the size of the step; ``called``: that of the model's calls, None where these are not all known.
@@ -121,6 +127,10 @@ class FetchedBatches:
             # The script fetches ahead: this step's batch was counted in the step before, only the first one not.
             before, self._before = self._before, (0, None)
             return before
+        before, newest = _minus(self.size, self._newest), self._newest[0]
+        if self._passes_over and newest and (called[0] == newest if called is not None else before[0] != newest):
+            self._before = before  # if it is fetched ahead, that of the epoch's last step
+            return self._newest
         if called is not None and not self.size[0] and not self._has_ended:
             self._are_shared = True
         if self.size[0] and (called is None or (self._are_counted and not self._are_shared)):
@@ -167,6 +177,7 @@ class FetchedBatches:
             self._following.pop(this, None)
         else:
             self._has_ended, self._has_any = True, False
+            self._passes_over |= this in self._following
         self._trained.discard(this)
         self._fetched.discard(this)
         return evaluated

@@ -242,13 +242,13 @@ class Recording:
         """
         if self._in_backward:
             return False
-        output = outputs if isinstance(outputs, Tensor) else next(iter(outputs or ()), None)
-        if isinstance(output, Tensor):
-            device = output.device
-        elif device is None:
+        given = (
+            [outputs] if isinstance(outputs, Tensor) else [each for each in outputs or () if isinstance(each, Tensor)]
+        )
+        output = given[0] if given else None
+        device = device if output is None else output.device
+        if device is None:
             return False
-        else:
-            output = None
         self._misses_calls |= self._tracker is None
         tracker = self._begin(device)
         phase = self._open_phase(tracker)
@@ -263,7 +263,7 @@ class Recording:
         if kept is not None:
             tracker.size = kept
             self.losses.clear()
-        scale = None if output is None else self.losses.add(output)
+        scale = None if output is None else self.losses.add(given)
         if scale is not None:
             tracker.grad_scale = scale
         return True
