@@ -614,6 +614,8 @@ def test_ranks_that_run_out_of_data_average_over_those_that_have_some_and_measur
         assert _losses(events) == pytest.approx(losses, rel=1e-5)
         assert sum(event.steps for event in events) == 2 + 2 * (STEPS + 3 * rank)
         # How many steps an event covers depends on how fast they are: there may be two events in all.
+        (message,) = _findings(tmp_path, rank)
+        assert message.startswith("step 3 was made within join(), where a rank may run out of data before others, so")
         for event in (*events[2:], events[-1]):  # means over the event's steps, each rounded
             assert _bucket_bytes(event) == pytest.approx(PARAMETER_BYTES, abs=1), "and none of the others' steps"
 
@@ -815,6 +817,49 @@ def actor_and_critic(rank: int, steps: int) -> tuple[list[nn.Module], list[float
         critic(actor(torch.randn(BATCH, 4))).mean().backward()
         of_actor.step()
     return [actor, critic], []
+
+
+def step_left_out(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """Every third batch is left out after the forward pass, as one whose loss is not finite."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    for number, (batch,) in enumerate(loader(rank, steps)):
+        if number % 3 == 2:
+            model(batch)
+        else:
+            train(model, optimizer, batch)
+    return [model], []
+
+
+def test_a_step_after_one_that_is_left_out_has_no_samples(gang: Gang, tmp_path: Path) -> None:
+    gang.run(_run, str(tmp_path), step_left_out, 2 * STEPS)
+    for rank in range(2):
+        steps = [step for event in _steps(tmp_path, rank) for step in single_steps(event)]
+        assert [step.samples for step in steps] == [BATCH, BATCH, *[None, BATCH] * 3]
+
+
+def pseudo_labels(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """In each step the wrapped model computes labels without gradients, on batches of a loader, for 20 ms."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    for (batch,) in loader(rank, steps):
+        with torch.no_grad():
+            labels = model(batch)
+            time.sleep(0.02)
+        (model(batch) - labels).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model], []
+
+
+def test_a_pass_without_gradients_on_a_batch_of_the_training_is_a_part_of_its_step(gang: Gang, tmp_path: Path) -> None:
+    gang.run(_run, str(tmp_path), pseudo_labels, STEPS)
+    for rank in range(2):
+        events = _steps(tmp_path, rank)
+        steps = [step for event in events for step in single_steps(event)]
+        # That the iterator is the training's is known once it has given a batch within the training.
+        assert all((step.step_ms or 0.0) >= 20.0 for step in steps[2:])
+        assert events[-1].data_ms is not None
 
 
 @pytest.mark.parametrize("loop", [meta_learning, actor_and_critic])

@@ -60,6 +60,10 @@ class FetchedBatches:
         """Size of the newest of them."""
         self._passes_over = False
         """Whether a model was not called between two of the step: the first is passed over, or fetched ahead."""
+        self._given: set[ref[Any]] = set()
+        """Data iterators that have given a batch since the last backward pass."""
+        self._are_unsure = False
+        """Whether a call of the step may train nothing, or there is a batch without a size."""
         self._has_any = False
         """Whether a batch has come in an earlier step of the epoch."""
 
@@ -67,6 +71,11 @@ class FetchedBatches:
     def are_same(self) -> bool:
         """Whether a step would be made on the batch of the one before."""
         return self._has_any and not self._new
+
+    @property
+    def are_trained_on(self) -> bool:
+        """Whether batches have come since the model was last trained, all of iterators that it is trained on."""
+        return bool(self._fetched) and self._fetched <= self._trained
 
     def were_evaluated(self, iterator: Any) -> bool:
         """Return, when a further batch is requested, whether those before were an evaluation's; then forget them."""
@@ -79,7 +88,10 @@ class FetchedBatches:
     def add(self, iterator: Any, batch: Any | None) -> None:
         this = ref(iterator)
         self._passes_over |= this in self._fetched
+        # The call in between is of a step that the script leaves out, or both are for one backward pass.
+        self._are_unsure |= batch is None or (this in self._given and this not in self._fetched)
         self._fetched.add(this)
+        self._given.add(this)
         self._new += 1
         if batch is not None:
             self._are_counted = True
@@ -104,7 +116,7 @@ class FetchedBatches:
         self._leftover, self._drops_leftover, self._has_ended = None, False, False
         self._has_any |= self._new > 0
         self.calls = self._calls_before = self._new = 0
-        self._are_several = self._passes_over = False
+        self._are_several = self._passes_over = self._are_unsure = False
 
     def end_step(self, called: BatchSize | None, *, is_wrapped: bool, extends: bool) -> BatchSize:
         """Return the size of the step; ``called``: that of the model's calls, None where these are not all known.
@@ -123,6 +135,9 @@ class FetchedBatches:
             samples = self.size[0] if is_repeated and not self._has_ended else None
             is_one = samples and called is not None and called[0] == self.calls * samples
             return self.size if is_one else called or (None, None)
+        if self._are_several and self._are_unsure:
+            self.unknown = "a step calls a model on several batches of a DataLoader for one backward pass"
+            return None, None
         if self.size[0] == 0 and self._has_ended and self._are_counted and not self._are_shared:
             # The script fetches ahead: this step's batch was counted in the step before, only the first one not.
             before, self._before = self._before, (0, None)
@@ -157,6 +172,7 @@ class FetchedBatches:
         """Return the size of the step's calls without what trains nothing, None if all does."""
         self._are_several |= self.calls > self._calls_before + 1
         self._calls_before = self.calls
+        self._given.clear()
         # A call has the batch of one iterator; else in the first step it is known better than the batch of before it.
         self._are_counted |= len(self._following) > 1
         for size in self._following.values():

@@ -74,7 +74,8 @@ class OptimizerCycle:
         if not self.ends_with(optimizer):  # the one before is not used any more, or not each time
             self._steps = 2
         self._last = ref(optimizer)
-        self._since, self._ended = self._ended, self._since
+        if len(self.made) > 1:
+            self._since, self._ended = self._ended, self._since
+            self._ended.add(optimizer)
         self._since.clear()
-        self._ended.add(optimizer)
         return "ends"

@@ -160,7 +160,7 @@ class Recording:
         if self._in_backward:
             return  # activation checkpointing
         if not is_training(model):
-            if self._tracker is not None:
+            if self._tracker is not None and not self.batches.are_trained_on:
                 self._tracker.mark_evaluation()
             return
         tracker = self._tracker
@@ -202,7 +202,7 @@ class Recording:
         if self._in_backward or (tracker is not None and tracker.open_phase == "data"):
             return False
         if not (torch.is_grad_enabled() and module.training):
-            if tracker is not None and self._bare.get(module) and not module.training:
+            if tracker is not None and self._bare.get(module) and not (module.training or self.batches.are_trained_on):
                 tracker.mark_evaluation()
             return False
         trained = self._bare.get(module)

@@ -46,7 +46,7 @@ class StepLosses:
         self._before = len(self._losses)
         pending, self._scaled = self._scaled, []
         for output in outputs:
-            loss = next((loss for scaled, loss in pending if scaled() is output), output)
+            loss = next((loss for scaled, loss in pending if scaled() is output), output) if pending else output
             if pending and loss is output and self._scale is not None:
                 loss = output.detach() / self._scale  # made of scaled losses, such as their sum: it is scaled alike
             elif loss is not output:
