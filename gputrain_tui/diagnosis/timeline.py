@@ -16,7 +16,7 @@ from gputrain_tui.diagnosis.row import StepPhases, StepRow
 from gputrain_tui.state import RankView, RunState
 from gputrain_tui.state.process_groups import ProcessGroup
 from gputrain_tui.state.step_losses import run_loss
-from trainer.contract.record import Step
+from trainer.contract.record import Step, mean_samples
 
 
 class StepRange(NamedTuple):
@@ -68,7 +68,7 @@ class RankSteps:
         if first > self.last_reported + 1:
             self._step_end = None
         loss = event.loss if event.loss is not None and math.isfinite(event.loss) else None
-        samples = None if event.samples is None else event.samples / event.steps
+        samples = mean_samples(event)
         waits = event.sync_exposed_ms_each
         if waits is None or len(waits) != event.steps:
             waits = [event.sync_exposed_ms if event.steps == 1 else None] * event.steps
@@ -271,7 +271,7 @@ def _step_phases(event: Step) -> tuple[StepPhases | None, float]:
             wire = max(0.0, exposed - waits.get("sync", 0.0))
     own = data + h2d + forward + backward + optimizer + other
     gc = event.gc_ms or 0.0
-    samples = None if event.samples is None else event.samples / event.steps
+    samples = mean_samples(event)
     tokens = None if event.tokens is None else event.tokens / event.steps
     return StepPhases(
         data, h2d, forward, backward, optimizer, other, own, core_wait, core_wait_before, gc, exposed, wire, step_ms,

@@ -16,7 +16,7 @@ from gputrain_tui.history.pyramid import NO_BAND, Band, BandPyramid, Frame, Poin
 from gputrain_tui.history.step_axis import StepAxis
 from gputrain_tui.state.step_losses import run_loss
 from gputrain_tui.state.synchronisation import late_ms
-from trainer.contract.record import Step, single_steps
+from trainer.contract.record import Step, mean_samples, single_steps
 from trainer.contract.record.downsampled import DownsampledBlock
 
 BandMetric = Literal["loss", "sync_exposed_ms", "step_ms"]
@@ -281,7 +281,7 @@ class Series:
 def _mean_loss(events: Iterable[Step]) -> float | None:
     """Return the run's loss over the ranks' events of a row; None where no rank has one that is finite."""
     known = [e for e in events if e.loss is not None and isfinite(e.loss)]
-    return run_loss((e.loss, None if e.samples is None else e.samples / e.steps) for e in known)
+    return run_loss((e.loss, mean_samples(e)) for e in known)
 
 
 def _median(ordered: Sequence[float]) -> float:

@@ -137,7 +137,7 @@ class StepBlocks:
             yield number * coarse.length + 1, end, list(coarse._blocks[number].values())
 
 
-def _with_losses(part: Totals, losses: Sequence[float | None], samples: Sequence[int] | None) -> Totals:
+def _with_losses(part: Totals, losses: Sequence[float | None], samples: Sequence[int | None] | None) -> Totals:
     """Return the sums of some steps of an event with the losses of these steps, in place of their share of its mean.
 
     ``samples``: of these steps, where they differ.
@@ -147,8 +147,8 @@ def _with_losses(part: Totals, losses: Sequence[float | None], samples: Sequence
     sums: dict[str, Any] = {
         "loss": sum(loss for loss, _ in known),
         "loss_steps": len(known),
-        "sample_loss": sum(loss * count for loss, count in known),
-        "loss_samples": sum(count for _, count in known),
+        "sample_loss": sum(loss * (count or 0) for loss, count in known),
+        "loss_samples": sum(count or 0 for _, count in known),
     }
     return part._replace(**sums)
 

@@ -63,6 +63,7 @@ WORDS = {
     "no_process_group": "ranks never meet",
     "record_incomplete": "the record is incomplete",
     "checkpoint_lost": "a checkpoint was not written",
+    "other_thread": "a second thread not measured",
 }
 """Texts of kinds of findings, where the identifier does not read well."""
 NO_STEPS, NO_LOSS, NO_SAMPLES = "no_steps", "no_loss", "no_samples"
@@ -76,7 +77,8 @@ def finding_summary(finding: Finding) -> str:
     subject = _subject(finding)
     cause = CAUSES.get(finding.cause or "", (finding.cause or "").replace("_", " "))
     if finding.kind != "straggler":
-        kind = "cpu_quota" if (finding.kind, finding.cause) == ("cpu_contention", "cpu_quota") else finding.kind
+        by_cause = (finding.kind, finding.cause) in (("cpu_contention", "cpu_quota"), ("not_measured", "other_thread"))
+        kind = finding.cause if by_cause and finding.cause else finding.kind
         text = subject + WORDS.get(kind, kind.replace("_", " "))
         at = f" ({finding.line})" if finding.line else ""
         return f"{text}: {cause}{at}" if finding.kind == "stalled" and cause else text

@@ -79,7 +79,8 @@ class Totals(NamedTuple):
             sample_ms, timed_samples, token_ms, timed_tokens, compile_ms, counted_steps,
         ) = self  # fmt: skip
         n, duration_ms, mean_wait_ms = event.steps, event.step_ms, event.sync_exposed_ms
-        event_samples, event_tokens = event.samples, event.tokens
+        event_samples, event_tokens, each = event.samples, event.tokens, samples_of_each(event)
+        counted = 0 if event_samples is None else n if each is None else n - each.count(None)
         waited_ms = 0.0
         if mean_wait_ms is not None:
             waits = event.sync_exposed_ms_each
@@ -95,7 +96,7 @@ class Totals(NamedTuple):
             step_ms += covered_ms
             timed_steps += n
             if event_samples is not None:
-                sample_ms += covered_ms
+                sample_ms += covered_ms * counted / n
                 timed_samples += event_samples
             if event_tokens is not None:
                 token_ms += covered_ms
@@ -119,9 +120,9 @@ class Totals(NamedTuple):
             loss += event.loss * n
             loss_steps += n
             if event_samples is not None:
-                losses, each = event.losses, samples_of_each(event)
+                losses = event.losses
                 if losses is not None and each is not None and len(losses) == len(each):
-                    known = [(one, count) for one, count in zip(losses, each, strict=True) if one is not None]
+                    known = [(one, count) for one, count in zip(losses, each, strict=True) if one is not None and count]
                     sample_loss += sum([one * count for one, count in known])
                     loss_samples += sum([count for _, count in known])
                 else:
@@ -131,7 +132,7 @@ class Totals(NamedTuple):
             steps + n, samples + (event_samples or 0), tokens + (event_tokens or 0), step_ms, timed_steps, whole_ms,
             whole_steps, data_ms, forward_ms, backward_ms, sync_ms, optimizer_ms, other_ms, exposed_ms, synced_steps,
             loss, loss_steps, sample_loss, loss_samples, sample_ms, timed_samples, token_ms, timed_tokens,
-            compile_ms + (event.compile_ms or 0.0), counted_steps + (0 if event_samples is None else n),
+            compile_ms + (event.compile_ms or 0.0), counted_steps + counted,
         ))  # fmt: skip
 
     def since(self, earlier: Totals) -> Totals:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +17,11 @@ import torch.distributed as dist
 from rank_group import FSDP_ON_CPU, Gang
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from trainer.contract.record import Step, decode_events, single_steps
+from trainer.contract.record import Finding, Step, decode_events, single_steps
 from trainer.telemetry import instrument
 
 BATCH = 8
@@ -144,7 +146,7 @@ def accumulating_with_sync(rank: int, steps: int) -> tuple[list[nn.Module], list
 
 
 def two_backwards(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
-    """Each of the two losses has its own backward pass, the second one called by ``torch.autograd``."""
+    """The first loss has its own backward pass, and the others one by ``torch.autograd``."""
     model = DDP(net())
     optimizer = sgd(model)
     losses = []
@@ -153,15 +155,33 @@ def two_backwards(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
         one = model(batch).square().mean()
         one.backward()
         two = model(batch + 1).abs().mean()
-        torch.autograd.backward([two])
+        three = two.exp()
+        torch.autograd.backward([two, three])
         optimizer.step()
-        losses.append(one.item() + two.item())
+        losses.append(one.item() + two.item() + three.item())
     return [model], losses
 
 
 def adversarial(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
-    """Two optimizers in turn; of the first iteration only the first one's part is known to be a step."""
-    generator, discriminator = DDP(nn.Linear(4, 4)), DDP(net())
+    """Two optimizers in turn."""
+    return _adversarial(DDP(nn.Linear(4, 4)), rank, steps)
+
+
+def adversarial_with_one_wrapper(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """The wrapped discriminator is called twice for its backward pass, on one batch."""
+    return _adversarial(nn.Linear(4, 4), rank, steps)
+
+
+def generator_at_every_second_step(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    return _adversarial(DDP(nn.Linear(4, 4)), rank, steps, every=2)
+
+
+def generator_at_every_second_step_with_one_wrapper(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    return _adversarial(nn.Linear(4, 4), rank, steps, every=2)
+
+
+def _adversarial(generator: nn.Module, rank: int, steps: int, every: int = 1) -> tuple[list[nn.Module], list[float]]:
+    discriminator = DDP(net())
     of_generator, of_discriminator = sgd(generator), sgd(discriminator)
     losses = []
     for (batch,) in loader(rank, steps):
@@ -169,22 +189,23 @@ def adversarial(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
         one = discriminator(batch).mean() - discriminator(generator(batch).detach()).mean()
         one.backward()
         of_discriminator.step()
-        of_generator.zero_grad()
-        two = discriminator(generator(batch)).mean()
-        two.backward()
-        of_generator.step()
-        losses.append(one.item() + two.item() if losses else one.item())
+        losses.append(one.item())
+        if len(losses) % every == 0:
+            of_generator.zero_grad()
+            two = discriminator(generator(batch)).mean()
+            two.backward()
+            of_generator.step()
+            losses[-1] += two.item()
     return [generator, discriminator], losses
 
 
 def several_steps_for_one(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
-    """One optimizer steps at each batch, another at every third: the first one's steps count."""
+    """One optimizer steps at each batch, another at every third: the first one's steps count, on the same batch."""
     model, head = DDP(net()), DDP(nn.Linear(4, 1))
     often, rarely = sgd(model), sgd(head)
-    losses, more = [], 0.0
+    losses = []
     for number, (batch,) in enumerate(loader(rank, steps), start=1):
-        losses.append(train(model, often, batch) + more)
-        more = train(head, rarely, batch) if number % 3 == 0 else 0.0
+        losses.append(train(model, often, batch) + (train(head, rarely, batch) if number % 3 == 0 else 0.0))
     return [model, head], losses
 
 
@@ -228,6 +249,27 @@ def scaler_that_skips(rank: int, steps: int) -> tuple[list[nn.Module], list[floa
         scaler.step(optimizer)
         scaler.update()
         losses += [] if number in (0, 3) else [loss.item()]
+    return [model], losses
+
+
+def scaled_losses(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """Two losses that are scaled before the first backward pass, their scaled sum, and a list."""
+    model = DDP(net())
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu")
+    losses = []
+    for number, (batch,) in enumerate(loader(rank, steps)):
+        outputs = model(batch)
+        one, two = outputs.square().mean(), outputs.abs().mean()
+        if number % 3 == 2:
+            torch.autograd.backward(scaler.scale([one, two]))
+        else:
+            of_one, of_two = scaler.scale(one), scaler.scale(two)
+            for loss in (of_one, of_two) if number % 3 else (of_one + of_two,):
+                loss.backward(retain_graph=True)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(one.item() + two.item())
     return [model], losses
 
 
@@ -456,10 +498,14 @@ LOOPS: dict[Loop, set[str]] = {
     accumulating_with_sync: set(),
     two_backwards: set(),
     adversarial: set(),
+    adversarial_with_one_wrapper: set(),
+    generator_at_every_second_step: set(),
+    generator_at_every_second_step_with_one_wrapper: set(),
     several_steps_for_one: set(),
     one_optimizer_after_the_other: set(),
     closure: set(),
     scaler_that_skips: set(),
+    scaled_losses: set(),
     own_comm_hook: set(),
     comm_hook_that_comes_late: set(),
     compiled_within: set(),
@@ -568,6 +614,8 @@ def test_ranks_that_run_out_of_data_average_over_those_that_have_some_and_measur
         assert _losses(events) == pytest.approx(losses, rel=1e-5)
         assert sum(event.steps for event in events) == 2 + 2 * (STEPS + 3 * rank)
         # How many steps an event covers depends on how fast they are: there may be two events in all.
+        (message,) = _findings(tmp_path, rank)
+        assert message.startswith("step 3 was made within join(), where a rank may run out of data before others, so")
         for event in (*events[2:], events[-1]):  # means over the event's steps, each rounded
             assert _bucket_bytes(event) == pytest.approx(PARAMETER_BYTES, abs=1), "and none of the others' steps"
 
@@ -671,6 +719,18 @@ def fetching_ahead_in_epochs(rank: int, steps: int) -> tuple[list[nn.Module], li
     return [model], []
 
 
+def short_batches_passed_over(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """Each epoch ends with a batch of three, on which nothing is trained."""
+    model = net()
+    optimizer = sgd(model)
+    for epoch in range(3):
+        points = torch.randn(steps * BATCH + 3, 4, generator=torch.Generator().manual_seed(epoch))
+        for (batch,) in DataLoader(TensorDataset(points), batch_size=BATCH):
+            if len(batch) == BATCH:
+                train(model, optimizer, batch)
+    return [model], []
+
+
 def evaluating_with_gradients(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
     """An evaluation after each epoch, without ``no_grad``."""
     model = net()
@@ -706,6 +766,153 @@ def two_loaders(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
     return [one, other], []
 
 
+def backward_for_each_half(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """The wrapped model is called twice on each batch, with a backward pass each, as a discriminator is."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    for (batch,) in loader(rank, steps):
+        model(batch).mean().backward()
+        model(batch + 1).mean().neg().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model], []
+
+
+def two_views_of_a_batch(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """Without a wrapper, and the model is called twice for one backward pass."""
+    model = net()
+    optimizer = sgd(model)
+    for (batch,) in loader(rank, steps):
+        (model(batch) - model(batch + torch.randn_like(batch))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model], []
+
+
+def meta_learning(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """Inner steps by ``torch.autograd.grad`` on data of no loader: the model is called for support and query sets."""
+    model = net()
+    optimizer = sgd(model)
+    for _ in range(steps):
+        total = torch.zeros(())
+        for _ in range(2):
+            parameters = dict(model.named_parameters())
+            inner = functional_call(model, parameters, torch.randn(5, 4)).square().mean()
+            gradients = torch.autograd.grad(inner, list(parameters.values()), create_graph=True)
+            of_task = {name: each - 0.1 * g for (name, each), g in zip(parameters.items(), gradients, strict=True)}
+            total = total + functional_call(model, of_task, torch.randn(10, 4)).square().mean()
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model], []
+
+
+def actor_and_critic(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """Two wrapped models, and samples of a replay buffer."""
+    actor, critic = DDP(nn.Linear(4, 4)), DDP(net())
+    of_actor, of_critic = sgd(actor), sgd(critic)
+    for _ in range(steps):
+        train(critic, of_critic, torch.randn(BATCH, 4))
+        of_actor.zero_grad()
+        critic(actor(torch.randn(BATCH, 4))).mean().backward()
+        of_actor.step()
+    return [actor, critic], []
+
+
+def step_left_out(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """Every third batch is left out after the forward pass, as one whose loss is not finite."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    for number, (batch,) in enumerate(loader(rank, steps)):
+        if number % 3 == 2:
+            model(batch)
+        else:
+            train(model, optimizer, batch)
+    return [model], []
+
+
+def test_a_step_after_one_that_is_left_out_has_no_samples(gang: Gang, tmp_path: Path) -> None:
+    gang.run(_run, str(tmp_path), step_left_out, 2 * STEPS)
+    for rank in range(2):
+        steps = [step for event in _steps(tmp_path, rank) for step in single_steps(event)]
+        assert [step.samples for step in steps] == [BATCH, BATCH, *[None, BATCH] * 3]
+
+
+def pseudo_labels(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """In each step the wrapped model computes labels without gradients, on batches of a loader, for 20 ms."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    for (batch,) in loader(rank, steps):
+        with torch.no_grad():
+            labels = model(batch)
+            time.sleep(0.02)
+        (model(batch) - labels).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model], []
+
+
+def test_a_pass_without_gradients_on_a_batch_of_the_training_is_a_part_of_its_step(gang: Gang, tmp_path: Path) -> None:
+    gang.run(_run, str(tmp_path), pseudo_labels, STEPS)
+    for rank in range(2):
+        events = _steps(tmp_path, rank)
+        steps = [step for event in events for step in single_steps(event)]
+        # That the iterator is the training's is known once it has given a batch within the training.
+        assert all((step.step_ms or 0.0) >= 20.0 for step in steps[2:])
+        assert events[-1].data_ms is not None
+
+
+@pytest.mark.parametrize("loop", [meta_learning, actor_and_critic])
+def test_samples_of_several_calls_without_a_loader_are_absent_and_the_record_has_the_reason(
+    gang: Gang, tmp_path: Path, loop: Loop
+) -> None:
+    gang.run(_run, str(tmp_path), loop, STEPS)
+    for rank in range(2):
+        assert {event.samples for event in _steps(tmp_path, rank)} == {None}
+        why = "samples: a step calls several models, or one several times, and no DataLoader gives its batch"
+        assert _findings(tmp_path, rank) == [why]
+
+
+def _findings(folder: Path, rank: int) -> list[str]:
+    found = decode_events((folder / f"{rank}.ndjson").read_bytes())
+    return [event.message for event in found if isinstance(event, Finding)]
+
+
+def two_trainings_in_threads(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """Of the second thread no step is measured."""
+    models = [net(), net()]
+    optimizers = [sgd(model) for model in models]
+    losses = [train(models[0], optimizers[0], torch.randn(BATCH, 4))]
+    second = threading.Thread(target=train, args=(models[1], optimizers[1], torch.randn(BATCH, 4)))
+    second.start()
+    second.join()
+    losses += [train(models[0], optimizers[0], torch.randn(BATCH, 4)) for _ in range(steps - 1)]
+    return models, losses
+
+
+def test_a_training_in_a_second_thread_is_said_not_to_be_measured(gang: Gang, tmp_path: Path) -> None:
+    measured = gang.run(_run, str(tmp_path), two_trainings_in_threads, STEPS)
+    for rank, (_, losses, _) in enumerate(measured):
+        assert _losses(_steps(tmp_path, rank)) == pytest.approx(losses, rel=1e-5)
+        (message,) = _findings(tmp_path, rank)
+        assert message == "an optimizer steps in another thread than the first, whose training alone is measured"
+
+
+def leaving_before_the_first_step(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    model = net()
+    sgd(model)
+    return [model], []
+
+
+def test_a_rank_that_leaves_before_its_first_step_gets_no_advice(gang: Gang, tmp_path: Path) -> None:
+    gang.run(_run, str(tmp_path), leaving_before_the_first_step, STEPS)
+    for rank in range(2):
+        (found,) = decode_events((tmp_path / f"{rank}.ndjson").read_bytes())
+        assert isinstance(found, Finding)
+        assert found.message == "the script ended before its first step: it made an optimizer and called no model"
+        assert (found.severity, found.advice) == ("info", "")
+
+
 @pytest.mark.parametrize(
     ("loop", "by_rank"),
     [
@@ -714,9 +921,15 @@ def two_loaders(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
         (pipeline, (None, STEPS * BATCH)),
         (accumulating_without_wrapper, (3 * STEPS * BATCH, 3 * STEPS * BATCH)),
         (adversarial, (STEPS * BATCH, STEPS * BATCH)),
+        (adversarial_with_one_wrapper, (STEPS * BATCH, STEPS * BATCH)),
+        (generator_at_every_second_step, (STEPS * BATCH, STEPS * BATCH)),
+        (generator_at_every_second_step_with_one_wrapper, (STEPS * BATCH, STEPS * BATCH)),
+        (backward_for_each_half, (STEPS * BATCH, STEPS * BATCH)),
+        (two_views_of_a_batch, (STEPS * BATCH, STEPS * BATCH)),
         (adversarial_without_wrapper, (STEPS * BATCH, STEPS * BATCH)),
         (fetching_ahead, (STEPS * BATCH, STEPS * BATCH)),
         (fetching_ahead_in_epochs, (3 * STEPS * BATCH, 3 * STEPS * BATCH)),
+        (short_batches_passed_over, (3 * STEPS * BATCH, 3 * STEPS * BATCH)),
         (evaluating_with_gradients, (3 * STEPS * BATCH, 3 * STEPS * BATCH)),
         (minibatches_of_a_batch, (2 * STEPS * BATCH, 2 * STEPS * BATCH)),
         (two_loaders, (2 * STEPS * BATCH, 2 * STEPS * BATCH)),

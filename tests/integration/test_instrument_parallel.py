@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.nn.functional import all_reduce, all_to_all_single
+from torch.distributed.nn.functional import all_gather, all_reduce, all_to_all_single
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
@@ -393,11 +393,28 @@ class ExchangingNet(Net):
         return super().forward(x + all_to_all_single(torch.empty_like(x), x.contiguous(), group=self.group))
 
 
+class GatheringNet(Net):
+    """Each rank has a part of each sample, and attends to the parts of all; or samples of its own and statistics."""
+
+    def __init__(self, *, of_parts: bool) -> None:
+        super().__init__()
+        self.of_parts = of_parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = all_gather(torch.tanh(self.blocks[0].up.weight.sum() * x) if self.of_parts else x)
+        y: Tensor = super().forward(x + sum(parts))
+        return y
+
+
 def shared_batches(rank: int, steps: int, *, kind: str) -> tuple[nn.Module, list[float]]:
     """Both ranks train on the same batches; some make a mesh whose dimensions have names."""
     alone = [dist.new_group([member]) for member in range(2)][rank]
     if kind == "attention in a ring":
         model: nn.Module = DDP(RingNet())
+    elif kind.startswith("all_gather"):
+        if kind.endswith(" in a dimension cp"):
+            init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        model = DDP(GatheringNet(of_parts="of parts" in kind))
     elif kind == "all_to_all":
         model = DDP(ExchangingNet(dist.new_group([0, 1])))
     elif kind.startswith("all_to_all in a dimension "):
@@ -428,6 +445,8 @@ EXCHANGING = "samples: the model computes with data of other ranks in its forwar
         ("replicas of a named part", None),
         ("all_to_all in a dimension sp", None),
         ("all_to_all", EXCHANGING),
+        ("all_gather of parts", EXCHANGING),
+        ("all_gather of parts in a dimension cp", None),
         ("a group without a name", EXCHANGING),
         ("attention in a ring", EXCHANGING),
         ("replicas of a part", "samples: gradients are averaged over 1 of 2 ranks"),
@@ -446,11 +465,15 @@ def test_samples_that_ranks_share_count_once_or_are_unknown(
         found = decode_events((tmp_path / f"{rank}.ndjson").read_bytes())
         messages = [event.message for event in found if isinstance(event, Finding)]
         told = "and no DeviceMesh has a dimension tp, cp or sp of ranks with the same samples"
+        told += ", or ep of experts" if kind.startswith("all_") else ""
         assert messages == ([] if unknown is None else [f"{unknown}, {told}"])
 
 
-def test_ranks_that_exchange_samples_for_their_experts_each_count_their_own(gang: Gang, tmp_path: Path) -> None:
-    gang.run(_run, str(tmp_path), functools.partial(shared_batches, kind="all_to_all in a dimension ep"), 5)
+@pytest.mark.parametrize("kind", ["all_to_all in a dimension ep", "all_gather of statistics"])
+def test_ranks_that_exchange_samples_for_their_experts_or_statistics_each_count_their_own(
+    gang: Gang, tmp_path: Path, kind: str
+) -> None:
+    gang.run(_run, str(tmp_path), functools.partial(shared_batches, kind=kind), 5)
     for rank in range(2):
         assert [event.samples for event in _steps(tmp_path, rank)] == [BATCH * e.steps for e in _steps(tmp_path, rank)]
 

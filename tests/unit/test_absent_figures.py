@@ -22,7 +22,8 @@ from gputrain_tui.history.comparison import CurveHistory
 from gputrain_tui.history.export.steps import SingleStep
 from gputrain_tui.history.export.tensorboard_folder import over_ranks
 from gputrain_tui.state import RunState
-from trainer.contract.record import Finding, RankState, RunEnded, RunStarted, Step, single_steps
+from gputrain_tui.state.totals import ZERO_TOTALS
+from trainer.contract.record import Finding, RankState, RunEnded, RunStarted, Step, mean_samples, single_steps
 from trainer.contract.record.downsampled import DownsampledBlock, Downsampler, block_file
 from trainer.telemetry.instrument.fetched_batches import plus, size_of
 from trainer.telemetry.step_events import merge
@@ -119,7 +120,12 @@ def test_data_of_no_loader_has_no_share_and_phases_still_add_up() -> None:
 def test_merged_split_and_downsampled_steps_have_no_samples_where_they_had_none(tmp_path: Path) -> None:
     steps = [a_step(0, number) for number in range(1, 17)]
     assert merge(steps).samples is None
-    assert merge([a_step(0, 1, samples=8), a_step(0, 2)]).samples is None
+    partly = merge([a_step(0, 1, samples=8), a_step(0, 2), a_step(0, 3, samples=8)])
+    assert (partly.samples, partly.samples_each) == (16, [8, None, 8])
+    assert [each.samples for each in single_steps(partly)] == [8, None, 8]
+    totals = ZERO_TOTALS.plus(partly)
+    assert (totals.counted_steps, totals.samples_per_s) == (2, pytest.approx(160.0))
+    assert mean_samples(partly) is None
     assert [each.samples for each in single_steps(merge(steps), means=True)] == [None] * 16
     downsampler = Downsampler(tmp_path, "0", 0)
     for step in steps:

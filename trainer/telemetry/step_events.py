@@ -82,13 +82,53 @@ class StepReading(NamedTuple):
             yield from self.collectives.marks()
 
 
+def joined(first: StepReading, more: StepReading) -> StepReading:
+    """Return the readings of a step that went on after its end; what lies between counts to nothing."""
+    goes_on = more.marks[0] is first.marks[-1]
+    between: list[Phase] = ["other"] if goes_on else ["other", "excluded"]
+    phases = [*first.phases, *between]
+    compiled: list[float] = []
+    if first.compiled_ns or more.compiled_ns:
+        compiled += first.compiled_ns or [more.compiled_ns[0]] * len(first.marks)
+        compiled += (more.compiled_ns or [compiled[-1]] * len(more.marks))[goes_on:]
+    collectives = first.collectives or more.collectives
+    if first.collectives is not None and more.collectives is not None:
+        for call in more.collectives.calls:
+            call.interval += len(phases)
+        collectives = StepCollectives(
+            more.collectives.groups,
+            first.collectives.detailed,
+            [*first.collectives.calls, *more.collectives.calls],
+            [*first.collectives.waits, *[(w[0], w[1] + len(phases), *w[2:]) for w in more.collectives.waits]],
+        )
+
+    def numbers() -> Sequence[float | None]:
+        (loss, grad_norm, _, scale), (added, *_) = first.numbers(), more.numbers()
+        return None if loss is None or added is None else loss + added, grad_norm, None, scale
+
+    return first._replace(
+        time=more.time,
+        samples=None if first.samples is None or more.samples is None else first.samples + more.samples,
+        tokens=_total([first.tokens, more.tokens]) if more.tokens is not None else first.tokens,
+        gc_ms=first.gc_ms + more.gc_ms,
+        marks=[*first.marks, *more.marks[goes_on:]],
+        phases=[*phases, *more.phases],
+        numbers=numbers,
+        syncs=[*first.syncs, *more.syncs],
+        collectives=collectives,
+        is_local=first.is_local and more.is_local,
+        compiled_ns=compiled,
+    )
+
+
 def synchronisation(reading: StepReading, clock: Clock) -> SyncTimes | None:
     """Return the synchronisation of a step whose marks are ready; None where it was not measured."""
     syncs = reading.syncs
     if not syncs:
         return None
     sizes = tuple([size for buckets in syncs for size in buckets.sizes])
-    bucket_ms = [ms for buckets in syncs for ms in buckets.bucket_ms(clock)] if syncs[0].detailed else None
+    detailed = all(buckets.detailed for buckets in syncs)
+    bucket_ms = [ms for buckets in syncs for ms in buckets.bucket_ms(clock)] if detailed else None
     sync_ms = sum([buckets.sync_ms(clock) for buckets in syncs])
     exposed_ms = sum([buckets.exposed_ms(clock) for buckets in syncs])
     stable = reading.warm and all(buckets.stable for buckets in syncs)
@@ -238,9 +278,10 @@ def _core_wait_ms(
 def merge(steps: Sequence[Step]) -> Step:
     """Merge the events of consecutive steps of one rank.
 
-    Means are over the steps that have the value; ``samples`` and ``tokens`` are totals, absent where a step has none;
-    other fields are of the last step. Single losses, step times and exposed synchronisations are kept as lists
-    in step order; a loss there has the seven digits of a 32-bit float. Collectives are means over all steps.
+    Means are over the steps that have the value; ``samples`` are the total of those that are known, ``tokens`` a total,
+    absent where a step has none; other fields are of the last step. Single losses, step times and exposed
+    synchronisations are kept as lists in step order, samples where they differ; a loss there has the seven digits of a
+    32-bit float. Collectives are means over all steps.
     """
     last = steps[-1]
     if len(steps) == 1:
@@ -257,7 +298,6 @@ def merge(steps: Sequence[Step]) -> Step:
         lr=last.lr,
         clock_set_ms=last.clock_set_ms,
         steps=len(steps),
-        samples=_total([step.samples for step in steps]),
         tokens=_total([step.tokens for step in steps]),
         core_wait_ms=_mean_waits([step.core_wait_ms for step in steps if step.core_wait_ms is not None]),
         compile_ms=sum(step.compile_ms or 0.0 for step in steps) or None,
@@ -265,8 +305,10 @@ def merge(steps: Sequence[Step]) -> Step:
         non_finite=list(dict.fromkeys(name for step in steps for name in step.non_finite)),
         **means,  # type: ignore[arg-type]
     )
-    samples = [step.samples for step in steps if step.samples is not None]
-    if len(samples) == len(steps) and len({*samples}) > 1:
+    samples = [step.samples for step in steps]
+    if known := [each for each in samples if each is not None]:
+        event.samples = sum(known)
+    if len({*samples}) > 1:
         event.samples_each = samples
     if event.loss is not None:
         event.losses = [None if step.loss is None else float(f"{step.loss:.7g}") for step in steps]

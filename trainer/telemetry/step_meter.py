@@ -26,7 +26,7 @@ from trainer.telemetry.clocks import Clock, CudaClock, HostClock, Mark, Scalar
 from trainer.telemetry.collectives.collective_meter import CollectiveMeter
 from trainer.telemetry.comm_hook import BucketHook, Buckets, CommHook, HookRelay, ddp_of
 from trainer.telemetry.long_wait import NEXT_PHASE, LongWait
-from trainer.telemetry.step_events import WARM_UP, Phase, StepReading
+from trainer.telemetry.step_events import WARM_UP, Phase, StepReading, joined
 from trainer.telemetry.step_recorder import StepRecorder
 from trainer.telemetry.torch_compile import compiled_ns
 
@@ -103,6 +103,8 @@ class StepMeter:
         self._recorder = StepRecorder(
             self._clock, writer, rank=rank, synchronised=synchronised, wire_ratio=wire_ratio, keeps=keeps_steps
         )
+        self._held: StepReading | None = None
+        """Readings of the last step while it may go on."""
         self._reported_faults: set[str] = set()
         self._faults_lock = threading.Lock()
         self._count = 0
@@ -178,6 +180,8 @@ class StepMeter:
         grad_scale: Scalar = 1.0,
         is_local: bool = False,
         steps: int = 1,
+        extends: bool = False,
+        may_go_on: bool = False,
     ) -> None:
         """End the step and start the next one. Tensors are copied from the device without synchronising.
 
@@ -185,7 +189,7 @@ class StepMeter:
         global one after the reduction, before clipping. ``grad_scale`` is a factor of the gradients during backward
         that is divided out afterwards (a loss scale, a normalisation after the reduction): the local gradient norm is
         divided by it too. With ``is_local`` DDP reduced no gradients in the step. ``steps`` that were seen as one share
-        its time evenly.
+        its time evenly. With ``extends`` this is more of the last step, which was said that it ``may_go_on``.
         """
         if not self._enabled:
             return
@@ -197,27 +201,32 @@ class StepMeter:
         self._marks.append(end)
         compiled = self._compiled_ns
         compiled.append(compiled_ns())
-        self._recorder.add(
-            StepReading(
-                self._now(),
-                step,
-                epoch,
-                samples,
-                tokens,
-                lr,
-                self._gc_s * 1e3,
-                self._marks,
-                self._phases,
-                numbers,
-                syncs,
-                self._count >= WARM_UP,
-                self._clock_set.ms(),
-                None if self._collectives is None else self._collectives.take(),
-                is_local,
-                compiled if compiled[-1] > compiled[0] else (),
-                steps,
-            )
+        reading = StepReading(
+            self._now(),
+            step,
+            epoch,
+            samples,
+            tokens,
+            lr,
+            self._gc_s * 1e3,
+            self._marks,
+            self._phases,
+            numbers,
+            syncs,
+            self._count >= WARM_UP,
+            self._clock_set.ms(),
+            None if self._collectives is None else self._collectives.take(),
+            is_local,
+            compiled if compiled[-1] > compiled[0] else (),
+            steps,
         )
+        if self._held is not None and extends:
+            reading = joined(self._held, reading)
+        elif self._held is not None:
+            self._recorder.add(self._held)
+        self._held = reading if may_go_on else None
+        if not may_go_on:
+            self._recorder.add(reading)
         self._marks, self._phases = [end], []
         self._compiled_ns = compiled[-1:]
         self._count += 1
@@ -293,6 +302,8 @@ class StepMeter:
             return
         self._paused = True
         deadline = time.monotonic() + timeout_s
+        if self._held is not None:
+            self._recorder.add(self._held)
         self._recorder.process(other_thread=other_thread)
         while not self._recorder.idle and time.monotonic() < deadline:
             time.sleep(0.001)

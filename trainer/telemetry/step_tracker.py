@@ -59,8 +59,8 @@ class StepTracker:
         self.samples: int | None = 0
         self.tokens: int | None = None
         """Of the step so far; None where they are not known."""
-        self._counts_samples = False
-        """Whether a step had samples: those of earlier ones are not known."""
+        self._counted = 0
+        """Steps that had samples: before the first of them they are not known."""
         self.loss: Scalar = None
         self._has_loss = False
         """Whether the loss of a step was known."""
@@ -153,34 +153,42 @@ class StepTracker:
         self._begin_step()
         self.meter.start()
 
-    def end(self, optimizer: Optimizer, steps: int = 1) -> None:
-        """End the step, or several that were seen as one, and start the next one."""
-        self.step += steps
+    def end(self, optimizer: Optimizer, steps: int = 1, *, extends: bool = False, may_go_on: bool = False) -> None:
+        """End the step, or several that were seen as one, and start the next one; with ``extends`` go on with the last.
+
+        ``may_go_on``: whether more of this step may follow after its end.
+        """
+        self.step += 0 if extends else steps
         lr = optimizer.param_groups[0].get("lr")  # an optimizer of the script's own need not keep one there
-        self._counts_samples |= bool(self.samples)
+        self._counted += 0 if extends or not self.samples else steps
         self._has_loss |= self.loss is not None
         self.meter.end(
             step=self.step,
             epoch=max(1, self.epoch),
             loss=self.loss,
-            samples=self.samples if self._counts_samples else None,
+            samples=self.samples if self._counted else None,
             tokens=self.tokens,
             lr=None if lr is None or (isinstance(lr, Tensor) and lr.device.type != "cpu") else float(lr),
             grad_scale=self.grad_scale,
             is_local=self._ddp is not None and not self.synchronises,
             steps=steps,
+            extends=extends,
+            may_go_on=may_go_on,
         )
-        if self._ddp is not None and self._replica is not None and not self.synchronises:
-            self._stop_comparing()
+        if self._ddp is not None and self._replica is not None:
+            if not self.synchronises:
+                self._stop_comparing("without synchronising gradients (no_sync)")
+            elif self._ddp._join_config.enable:
+                self._stop_comparing("within join(), where a rank may run out of data before others")
         self._begin_step()
         self.write_checksum()
         if self._replica is not None:
             self._version = self._replica.version
-            if _is_checked(self.step, self._checksum_every):
+            if not extends and _is_checked(self.step, self._checksum_every):
                 self._begin_checksum()
                 self.meter.start()
         group_steps = 3  # steps after which the ranks of a script must have a process group
-        if self.step == self._first_step + group_steps and self._rank == 0:
+        if self.step == self._first_step + group_steps and self._rank == 0 and not extends:
             self._check_process_group()
 
     def check_last_step(self) -> None:
@@ -200,8 +208,11 @@ class StepTracker:
         copy = begin_copy(self._replica.checksums(), host_copies(self.device))
         self._checksums = self.step, time.time(), copy
 
-    def _stop_comparing(self) -> None:
-        """Record no more checksums: ranks that step with their own gradients, as in local SGD, differ on purpose."""
+    def _stop_comparing(self, how: str) -> None:
+        """Record no more checksums: ranks that step with their own gradients, as in local SGD, differ on purpose.
+
+        With uneven inputs a rank's step has another number than that of the others from the next epoch on.
+        """
         self._replica = None
         self._writer.write(
             Finding(
@@ -209,8 +220,7 @@ class StepTracker:
                 kind="not_compared",
                 severity="info",
                 step=self.step,
-                message=f"step {self.step} was made without synchronising gradients (no_sync), so the ranks' "
-                "parameters are not compared from there on",
+                message=f"step {self.step} was made {how}, so the ranks' parameters are not compared from there on",
             )
         )
 
@@ -232,10 +242,10 @@ class StepTracker:
         )
 
     def report_unseen(self, *, loss: str, samples: str = "") -> None:
-        """Record, after the last step, that loss or samples of no step are known, and why; nothing without a reason."""
+        """Record, after the last step, why no loss or the samples of few steps are known; nothing without a reason."""
         for cause, name, why, is_known in (
             ("no_loss", "the loss", loss, self._has_loss),
-            ("no_samples", "samples", samples, self._counts_samples),
+            ("no_samples", "samples", samples, 2 * self._counted >= self.step - self._first_step),
         ):
             if why and not is_known and self.step > self._first_step:
                 self._writer.write(

@@ -67,5 +67,9 @@ from trainer.contract.record.run_dir import (
     read_stack_request as read_stack_request,
     write_atomically as write_atomically,
 )
-from trainer.contract.record.step_expansion import samples_of_each as samples_of_each, single_steps as single_steps
+from trainer.contract.record.step_expansion import (
+    mean_samples as mean_samples,
+    samples_of_each as samples_of_each,
+    single_steps as single_steps,
+)
 from trainer.contract.record.writer import EventWriter as EventWriter

@@ -14,10 +14,16 @@ MEAN_FIELDS = tuple(
 """Fields that hold a mean, or the value of the last step, if the event covers several steps."""
 
 
-def samples_of_each(event: Step) -> list[int] | None:
+def samples_of_each(event: Step) -> list[int | None] | None:
     """Return the samples of each covered step; None where the event has only their sum, or is damaged."""
     each = event.samples_each
     return each if each is not None and len(each) == event.steps else None
+
+
+def mean_samples(event: Step) -> float | None:
+    """Return the samples of a covered step, their mean; None where they are not known of all."""
+    is_known = event.samples is not None and None not in (event.samples_each or ())
+    return event.samples / event.steps if is_known and event.samples is not None else None
 
 
 def single_steps(event: Step, *, means: bool = False) -> list[Step]:

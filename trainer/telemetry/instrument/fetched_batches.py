@@ -44,6 +44,38 @@ class FetchedBatches:
         """Data iterators that have given a batch since the model was last trained."""
         self._trained: set[ref[Any]] = set()
         """Data iterators whose batches the model was trained with."""
+        self.calls = 0
+        """Calls of a model in the step."""
+        self._calls_before = 0
+        """Calls up to its last backward pass."""
+        self._are_several = False
+        """Whether there were several for one backward pass of the step: on one batch, or on others."""
+        self.are_needed = False
+        """Whether sizes of batches are, beside those of a wrapped model's calls: it was called several times on one."""
+        self.unknown = ""
+        """Why the samples of a step are not known; empty if they are, or if none has several calls."""
+        self._new = 0
+        """Batches that have come in this step."""
+        self._newest: BatchSize = (None, None)
+        """Size of the newest of them."""
+        self._passes_over = False
+        """Whether a model was not called between two of the step: the first is passed over, or fetched ahead."""
+        self._given: set[ref[Any]] = set()
+        """Data iterators that have given a batch since the last backward pass."""
+        self._are_unsure = False
+        """Whether a call of the step may train nothing, or there is a batch without a size."""
+        self._has_any = False
+        """Whether a batch has come in an earlier step of the epoch."""
+
+    @property
+    def are_same(self) -> bool:
+        """Whether a step would be made on the batch of the one before."""
+        return self._has_any and not self._new
+
+    @property
+    def are_trained_on(self) -> bool:
+        """Whether batches have come since the model was last trained, all of iterators that it is trained on."""
+        return bool(self._fetched) and self._fetched <= self._trained
 
     def were_evaluated(self, iterator: Any) -> bool:
         """Return, when a further batch is requested, whether those before were an evaluation's; then forget them."""
@@ -55,38 +87,76 @@ class FetchedBatches:
 
     def add(self, iterator: Any, batch: Any | None) -> None:
         this = ref(iterator)
+        self._passes_over |= this in self._fetched
+        # The call in between is of a step that the script leaves out, or both are for one backward pass.
+        self._are_unsure |= batch is None or (this in self._given and this not in self._fetched)
         self._fetched.add(this)
+        self._given.add(this)
+        self._new += 1
         if batch is not None:
             self._are_counted = True
-            self._following[this] = plus(self._following.get(this, (0, None)), size_of(batch))
+            self._newest = size_of(batch)
+            self._following[this] = plus(self._following.get(this, (0, None)), self._newest)
 
     def await_training(self, iterator: Any, batch: Any) -> None:
         """Note a batch from before the training, which begins with the newest one of each iterator."""
         this = ref(iterator)
+        self._new += 1
         self._before = self._following.get(this, (0, None))
         self._following = {each: size for each, size in self._following.items() if each() not in (None, iterator)}
         self._following[this] = size_of(batch)
 
+    def call(self) -> bool:
+        """Count a call; return whether there was one before it since the last backward pass."""
+        self.calls += 1
+        return self.calls > self._calls_before + 1
+
     def begin_step(self) -> None:
         self.size = (0, None)
         self._leftover, self._drops_leftover, self._has_ended = None, False, False
+        self._has_any |= self._new > 0
+        self.calls = self._calls_before = self._new = 0
+        self._are_several = self._passes_over = self._are_unsure = False
 
-    def end_step(self, called: BatchSize | None) -> BatchSize:
+    def end_step(self, called: BatchSize | None, *, is_wrapped: bool, extends: bool) -> BatchSize:
         """Return the size of the step; ``called``: that of the model's calls, None where these are not all known.
 
-        Its samples are None where neither calls nor batches tell them.
+        Its samples are None where neither calls nor batches tell them. Calls of a wrapped model are known better than
+        batches, unless several are made on one: it is for one backward pass, or each is of the batch's size. With
+        ``extends`` it is what is added to the step before.
         """
+        is_repeated = self.calls > self._new > 0
+        self.are_needed |= self._are_several or is_repeated
+        if extends and self.are_same:
+            return 0, None
+        called = None if self._are_several else called
+        if is_wrapped and not self._are_several:
+            # Where the script fetches ahead, the last batch has come in the step before.
+            samples = self.size[0] if is_repeated and not self._has_ended else None
+            is_one = samples and called is not None and called[0] == self.calls * samples
+            return self.size if is_one else called or (None, None)
+        if self._are_several and self._are_unsure:
+            self.unknown = "a step calls a model on several batches of a DataLoader for one backward pass"
+            return None, None
         if self.size[0] == 0 and self._has_ended and self._are_counted and not self._are_shared:
             # The script fetches ahead: this step's batch was counted in the step before, only the first one not.
             before, self._before = self._before, (0, None)
             return before
+        before, newest = _minus(self.size, self._newest), self._newest[0]
+        if self._passes_over and newest and (called[0] == newest if called is not None else before[0] != newest):
+            self._before = before  # if it is fetched ahead, that of the epoch's last step
+            return self._newest
         if called is not None and not self.size[0] and not self._has_ended:
             self._are_shared = True
         if self.size[0] and (called is None or (self._are_counted and not self._are_shared)):
             return self.size
         if called is not None:
             return called
-        return self.size if self._are_counted else (None, None)
+        if self._are_counted or self.size[0]:
+            return self.size
+        if self.calls > 1:
+            self.unknown = "a step calls several models, or one several times, and no DataLoader gives its batch"
+        return None, None
 
     def end_epoch(self, called: BatchSize) -> None:
         """End an epoch within a step: fewer passes were left than a step takes; ``called``: size of these calls."""
@@ -100,6 +170,9 @@ class FetchedBatches:
 
     def begin_backward(self, called: BatchSize) -> BatchSize | None:
         """Return the size of the step's calls without what trains nothing, None if all does."""
+        self._are_several |= self.calls > self._calls_before + 1
+        self._calls_before = self.calls
+        self._given.clear()
         # A call has the batch of one iterator; else in the first step it is known better than the batch of before it.
         self._are_counted |= len(self._following) > 1
         for size in self._following.values():
@@ -119,7 +192,8 @@ class FetchedBatches:
         if evaluated:
             self._following.pop(this, None)
         else:
-            self._has_ended = True
+            self._has_ended, self._has_any = True, False
+            self._passes_over |= this in self._following
         self._trained.discard(this)
         self._fetched.discard(this)
         return evaluated

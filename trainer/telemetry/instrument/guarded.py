@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from trainer.telemetry.clocks import is_capturing
+from trainer.telemetry.instrument.not_measured import UnseenSteps
 
 R = TypeVar("R")
 
@@ -18,6 +19,7 @@ class Measuring(Protocol):
     on: bool
     thread: int | None
     """The one that trains; None before it has begun."""
+    unseen: UnseenSteps
 
     def fail(self, error: Exception) -> None: ...
 
@@ -30,7 +32,11 @@ def guarded(method: Callable[..., R]) -> Callable[..., R | None]:
 
     @functools.wraps(method)
     def call(self: Measuring, *arguments: Any, **named: Any) -> R | None:
-        if not self.on or (self.thread is not None and self.thread != threading.get_ident()):
+        if not self.on:
+            return None
+        if self.thread is not None and self.thread != threading.get_ident():
+            if method.__name__ == "begin_optimizer":
+                self.unseen.report_thread()
             return None
         try:
             return None if is_capturing() else method(self, *arguments, **named)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from trainer.telemetry.clocks import Scalar
 from trainer.telemetry.instrument.fetched_batches import BatchSize, plus, size_of
 
 SAME_SAMPLES = ("tp", "cp", "sp")
@@ -43,9 +44,11 @@ class ModelParallelism:
         """Those over which an optimizer's parameters are sharded, other than for data parallelism."""
         self._exchanges = False
         """Whether the model of this rank computes with what other ranks send in its forward pass."""
+        self.gathered: set[tuple[int, ...]] = set()
+        """Ranks, ascending, of each group whose data the last forward pass gathered."""
         self._all_to_all: set[tuple[int, ...]] = set()
-        """Ranks, ascending, of each group that exchanges by all_to_all there: parts of sequences that the ranks share,
-        or samples of their own for experts."""
+        """Ranks, ascending, of each group that exchanges by all_to_all there, or gathers and returns the gradients:
+        parts of sequences that the ranks share, or samples of their own for experts."""
         self._expert_ranks: set[tuple[int, ...]] = set()
         """Ranks, ascending, of each dimension over which experts are divided."""
 
@@ -72,17 +75,28 @@ class ModelParallelism:
         if not self._data_ranks:
             self._data_ranks.update(dist.get_process_group_ranks(model.process_group))
 
-    def note_exchange(self, calls: Sequence[tuple[str, Sequence[int]]], *, is_wrapped: bool) -> None:
-        """Note the collectives in a forward pass, each with the ranks of its group.
+    def note_exchange(self, calls: Sequence[tuple[str, Sequence[int]]], wrapped: nn.Module | None) -> None:
+        """Note the collectives in a forward pass, each with the ranks of its group; ``wrapped``: the outermost wrapper.
 
         Attention in a ring sends, that of a part of the heads calls all_to_all, and tensor parallelism by hand sums.
-        Within a wrapper, layers such as codebooks sum over ranks with samples of their own.
+        Within a wrapper, layers such as codebooks sum over ranks with samples of their own. FSDP gathers parameters.
         """
         for operation, ranks in calls:
-            if operation == "send" or (not is_wrapped and operation in ("all_reduce", "reduce_scatter")):
+            if operation == "send" or (wrapped is None and operation in ("all_reduce", "reduce_scatter")):
                 self._exchanges = True
             elif operation == "all_to_all":
                 self._all_to_all.add(tuple(ranks))
+            elif operation == "all_gather" and (wrapped is None or isinstance(wrapped, DistributedDataParallel)):
+                self.gathered.add(tuple(ranks))
+
+    def note_gradients(self, calls: Sequence[tuple[str, Sequence[int]]]) -> None:
+        """Note the collectives in a backward pass, each with the ranks of its group.
+
+        Of what a forward pass has gathered, keys and values have gradients of all ranks; statistics have none.
+        """
+        returning = ("reduce_scatter", "all_to_all", "scatter")  # scatter: all_to_all of torch.distributed.nn on gloo
+        self._all_to_all |= self.gathered & {tuple(ranks) for operation, ranks in calls if operation in returning}
+        self.gathered.clear()
 
     def add_micro_batch(self, stage: Any, targets: Any, index: int) -> None:
         """Add the micro-batch of this index, whose forward pass through a pipeline's stage is done."""
@@ -96,7 +110,19 @@ class ModelParallelism:
             size = samples, tokens if of_target == samples else None
         self.pipelined = plus(self.pipelined or (0, None), size)
 
-    def counts_samples(self, optimizer: Optimizer, *, sends: bool) -> bool:
+    def size_to_count(self, size: BatchSize, optimizer: Optimizer, sends: bool, loss: Scalar) -> BatchSize:
+        """Return the size of a step as this rank counts it: of a pipeline's stages that with the loss does.
+
+        ``sends``: whether the step has sent to a single rank or received from one, as in a pipeline; ``loss``: None
+        where it is not known.
+        """
+        pipelined = self.pipelined
+        counts = self._counts_samples(optimizer, sends=sends or pipelined is not None)
+        if not counts or (pipelined is None and sends and loss is None):
+            return None, None
+        return size if pipelined is None else pipelined if pipelined[0] else (None, None)
+
+    def _counts_samples(self, optimizer: Optimizer, *, sends: bool) -> bool:
         """Return whether this rank counts the samples of its step: not if another one does, or if that is not known.
 
         ``sends``: Whether the step has sent to a single rank or received from one, as in a pipeline.
@@ -110,11 +136,13 @@ class ModelParallelism:
         rank, world_size, averaging = dist.get_rank(), dist.get_world_size(), len(self._data_ranks)
         why = ""
         is_told = all(any({*ranks} <= {*each} for each in told) for ranks in self._all_to_all - self._expert_ranks)
+        of_experts = "" if is_told else ", or ep of experts"
         if not is_told or (self._exchanges and not told):
             why = "the model computes with data of other ranks in its forward pass"
         elif 0 < averaging * prod(map(len, told)) < world_size and not sends:
             why = f"gradients are averaged over {averaging} of {world_size} ranks"
-        self.unknown = why and f"{why}, and no DeviceMesh has a dimension tp, cp or sp of ranks with the same samples"
+        same = "a dimension tp, cp or sp of ranks with the same samples"
+        self.unknown = why and f"{why}, and no DeviceMesh has {same}{of_experts}"
         return not why and all(rank == ranks[0] for ranks in told)
 
 

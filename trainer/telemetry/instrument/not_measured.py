@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
+import torch
+
 from trainer.contract.record import Finding
 
 UNSEEN_AFTER = 100
@@ -27,13 +29,23 @@ class UnseenSteps:
         self.optimizer_steps = 0
         """Since the last step that was measured."""
         self.are_reported = False
+        self._has_reported_thread = False
         self._rank = rank
         self._write = write
 
-    def report(self, optimizer_steps: int, *, backward: bool, earlier: bool, at_end: bool) -> None:
+    def report_thread(self) -> None:
+        """An optimizer steps in another thread than the training's; in a backward pass on a GPU that is autograd's."""
+        if self._has_reported_thread or torch._C._current_graph_task_id() != -1:
+            return
+        self._has_reported_thread = True
+        message = "an optimizer steps in another thread than the first, whose training alone is measured"
+        advice = "train in one thread of each rank: start a rank for each training"
+        self._write(not_measured(self._rank, message, advice, severity="warning", cause="other_thread"))
+
+    def report(self, optimizer_steps: int, *, backward: bool | None, earlier: bool, at_end: bool) -> None:
         found = unseen_steps(self._rank, optimizer_steps, backward=backward, earlier=earlier, at_end=at_end)
         if not self.are_reported:
-            print_line(f"{found.message}; {found.advice}")
+            print_line("; ".join(filter(None, (found.message, found.advice))))
         self.are_reported = True
         self._write(found)
 
@@ -45,14 +57,17 @@ class UnseenSteps:
             self._write(not_measured(self._rank, "", state="cleared"))
 
 
-def unseen_steps(rank: int, optimizer_steps: int, *, backward: bool, earlier: bool, at_end: bool) -> Finding:
+def unseen_steps(rank: int, optimizer_steps: int, *, backward: bool | None, earlier: bool, at_end: bool) -> Finding:
     """Return the finding that no step is seen: a warning if it is certain that the script has trained so.
 
-    ``backward``: whether a backward pass was seen; ``earlier``: whether steps were measured before.
+    ``backward``: whether a backward pass was seen, None if an optimizer was made and no model called; ``earlier``:
+    whether steps were measured before.
     """
-    missing, advice = _what_is_missing(optimizer_steps=optimizer_steps, backward=backward)
+    if backward is None and not optimizer_steps:
+        return not_measured(rank, "the script ended before its first step: it made an optimizer and called no model")
+    missing, advice = _what_is_missing(optimizer_steps=optimizer_steps, backward=bool(backward))
     message = f"{missing}, so {'no further step' if earlier else 'nothing of this training'} is measured"
-    certain = at_end and (backward or optimizer_steps > 0)
+    certain = at_end and (bool(backward) or optimizer_steps > 0)
     return not_measured(rank, message, advice, severity="warning" if certain else "info")
 
 
@@ -76,15 +91,16 @@ def not_measured(
     *,
     severity: Literal["warning", "info"] = "info",
     state: Literal["raised", "cleared"] = "raised",
+    cause: str = "no_steps",
 ) -> Finding:
-    """Return the finding that no step of a rank is seen; a warning is the run's, and rank 0 gives it for all."""
+    """Return the finding that steps of a rank are not seen; a warning is the run's, and rank 0 gives it for all."""
     return Finding(
         time=time.time(),
         kind="not_measured",
         state=state,
         severity="info" if rank else severity,
         rank=rank,
-        cause="no_steps",
+        cause=cause,
         message=message,
         advice=advice,
     )

@@ -3,7 +3,7 @@
 A global hook of torch makes every call of a module slower, so it is there only while a call is awaited: from a
 backward pass to the next forward pass. It is never there once the script uses ``torch.compile``, which would trace it:
 from then on only calls of compiled modules are seen, from outside of what is compiled.
-The end of the call is told by a hook of the module itself, which is there only during the call.
+The end of the call is told by a hook of the module itself, which is there up to the backward pass, for further calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class OutermostCalls:
 
     Args:
         begin: Called with a module before its forward pass; returns whether this is the awaited call.
-        end: Called after that with the module, its arguments and its output, which is None if it raised an exception.
+        end: Called after that, and after each further call before ``end_calls``, with the module, its arguments and its
+            output, which is None if it raised an exception.
     """
 
     def __init__(
@@ -44,10 +45,22 @@ class OutermostCalls:
         if self._awaiting is None and not self._stopped:
             self._awaiting = register_module_forward_pre_hook(self._before)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a call is awaited that has not come."""
+        return self._awaiting is not None
+
     def stop(self) -> None:
         """Await no further call."""
         self._stopped = True
         self._remove()
+        self.end_calls()
+
+    def end_calls(self) -> None:
+        """Follow no further call of the module whose call was awaited."""
+        ending, self._ending = self._ending, None
+        if ending is not None:
+            ending.remove()
 
     def begins_with(self, compiled: nn.Module) -> bool:
         """Return whether the call of a compiled module, which begins, is the awaited one."""
@@ -65,23 +78,15 @@ class OutermostCalls:
         if self._awaiting is None or not self._begin(module):
             return
         self._remove()
-        if self._ending is not None:  # an interrupted call has left it
-            self._ending.remove()
-            self._ending = None
+        self.end_calls()
         if not isinstance(module, torch.jit.ScriptModule):  # has no hooks of its own
-            self._ending = module.register_forward_hook(_EndHook(self._after), with_kwargs=True, always_call=True)
-
-    def _after(self, module: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any], output: Any) -> None:
-        ending, self._ending = self._ending, None
-        if ending is not None:
-            ending.remove()
-        self._end(module, arguments, named, output)
+            self._ending = module.register_forward_hook(_EndHook(self._end), with_kwargs=True, always_call=True)
 
 
 class _EndHook:
     """Hook at the end of a call; a copy of the module, made by an interrupted script, has one that does nothing."""
 
-    def __init__(self, after: Callable[..., None]) -> None:
+    def __init__(self, after: Callable[..., object]) -> None:
         self._after = after
 
     def __call__(self, *given: Any) -> None:

@@ -153,7 +153,7 @@ def _stage_backward(recording: Recording, original: Callable[..., Any]) -> Calla
 
 def _new_optimizer(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> None:
-        recording.await_training()
+        recording.await_training(args[0])
         original(*args, **kwargs)
 
     return wrapper

@@ -51,7 +51,7 @@ class Recording:
         """Called once, when the script begins to train."""
         self.optimizer_steps = 0
         self.collectives = CollectiveMeter()
-        self._unseen = UnseenSteps(rank, self._write)
+        self.unseen = UnseenSteps(rank, self._write)
         self._path = path
         self._rank = rank
         self._writer = EventWriter(None)
@@ -101,14 +101,14 @@ class Recording:
                 if not failed and not other_thread:
                     tracker.check_last_step()
                 tracker.write_checksum()
-                tracker.report_unseen(loss=self.losses.unseen, samples=self.parallelism.unknown)
+                tracker.report_unseen(loss=self.losses.unseen, samples=self.parallelism.unknown or self.batches.unknown)
                 tracker.meter.close(other_thread=other_thread)
             self._writer.close()
             return self._writer.write_error
 
     def _report_unmeasured(self, *, at_end: bool = False) -> None:
-        backward, earlier = self._tracker is not None, self.steps > 0
-        self._unseen.report(self.optimizer_steps, backward=backward, earlier=earlier, at_end=at_end)
+        backward = self._tracker is not None or (None if at_end and self._calls.is_awaited else False)
+        self.unseen.report(self.optimizer_steps, backward=backward, earlier=self.steps > 0, at_end=at_end)
 
     def _write(self, finding: Finding) -> None:
         self._open_record()
@@ -142,8 +142,9 @@ class Recording:
     # ------------------------------------------------------------------------------------------ forward, backward
 
     @guarded
-    def await_training(self) -> None:
+    def await_training(self, optimizer: Optimizer) -> None:
         """Await the first call of a module, because an optimizer is made, so that the first step is measured whole."""
+        self._cycle.made.add(optimizer)
         if self._tracker is None:
             self._calls.await_next()
 
@@ -159,7 +160,7 @@ class Recording:
         if self._in_backward:
             return  # activation checkpointing
         if not is_training(model):
-            if self._tracker is not None:
+            if self._tracker is not None and not self.batches.are_trained_on:
                 self._tracker.mark_evaluation()
             return
         tracker = self._tracker
@@ -171,12 +172,14 @@ class Recording:
             self.parallelism.note_replicas(model)
         if model not in self._wrapped:
             if not self._wrapped:
-                tracker.samples = 0  # those of a module without a wrapper are a part of the same batch
+                # Those of a module without a wrapper are a part of the same batch.
+                tracker.samples = self.batches.calls = 0
             self._wrapped.add(model)
             self._calls.stop()
         tracker.mark(self._open_phase(tracker), then="forward")
         tracker.epoch += self.batches.train()
         self._called.add(model)
+        self.batches.calls += 1
         if len(self._called) == 1:
             tracker.size = plus(tracker.size, size_of_call(arguments, named))
 
@@ -185,7 +188,7 @@ class Recording:
         tracker = self._tracker
         if tracker is None or tracker.open_phase != "forward" or self._in_backward or not is_training(model):
             return
-        self.parallelism.note_exchange(self.collectives.calls_of_phase, is_wrapped=bool(self._wrapped))
+        self.parallelism.note_exchange(self.collectives.calls_of_phase, model if self._wrapped else None)
         tracker.mark("forward", then="forward")  # the loss may be computed next, which is the same phase
         tracker.forward_done = True
         self._output_place = newest_number(output)
@@ -199,7 +202,7 @@ class Recording:
         if self._in_backward or (tracker is not None and tracker.open_phase == "data"):
             return False
         if not (torch.is_grad_enabled() and module.training):
-            if tracker is not None and self._bare.get(module) and not module.training:
+            if tracker is not None and self._bare.get(module) and not (module.training or self.batches.are_trained_on):
                 tracker.mark_evaluation()
             return False
         trained = self._bare.get(module)
@@ -216,6 +219,10 @@ class Recording:
 
     @guarded
     def _end_bare(self, module: nn.Module, arguments: Sequence[Any], named: Mapping[str, Any], output: Any) -> None:
+        if self._in_backward or not is_training(module):
+            return
+        if self.batches.call():
+            return
         self.end_forward(module, output)
         if self._tracker is not None and list(self._bare.values()).count(True) == 1:
             self._tracker.size = plus(self._tracker.size, size_of_call(arguments, named))
@@ -235,13 +242,13 @@ class Recording:
         """
         if self._in_backward:
             return False
-        output = outputs if isinstance(outputs, Tensor) else next(iter(outputs or ()), None)
-        if isinstance(output, Tensor):
-            device = output.device
-        elif device is None:
+        given = (
+            [outputs] if isinstance(outputs, Tensor) else [each for each in outputs or () if isinstance(each, Tensor)]
+        )
+        output = given[0] if given else None
+        device = device if output is None else output.device
+        if device is None:
             return False
-        else:
-            output = None
         self._misses_calls |= self._tracker is None
         tracker = self._begin(device)
         phase = self._open_phase(tracker)
@@ -251,11 +258,12 @@ class Recording:
         tracker.mark(phase, then="backward", trained=True)
         tracker.epoch += self.batches.train()
         self._in_backward = True
+        self._calls.end_calls()
         kept = self.batches.begin_backward(tracker.size)
         if kept is not None:
             tracker.size = kept
             self.losses.clear()
-        scale = None if output is None else self.losses.add(output)
+        scale = None if output is None else self.losses.add(given)
         if scale is not None:
             tracker.grad_scale = scale
         return True
@@ -276,10 +284,12 @@ class Recording:
             return
         if passed:
             self._backwards += 1
-            if self._backwards == UNSEEN_AFTER and not self.optimizer_steps and not self._unseen.are_reported:
+            if self._backwards == UNSEEN_AFTER and not self.optimizer_steps and not self.unseen.are_reported:
                 self._report_unmeasured()
         else:
             self.losses.remove_last()
+        if self.parallelism.gathered:
+            self.parallelism.note_gradients(self.collectives.calls_of_phase)
         self._tracker.mark("backward", then="optimizer")
         self._after_backward = self._stepping is None
         if self._ends_after_backward is not None:
@@ -311,11 +321,12 @@ class Recording:
         """
         self.optimizer_steps += 1
         if self._stepping is not None and self._stepping is not optimizer:
+            self._cycle.made.discard(optimizer)
             return None  # the step of an optimizer within that of another
         self._stepping = optimizer
         tracker = self._tracker
-        self._unseen.optimizer_steps += 1
-        if self._unseen.optimizer_steps == UNSEEN_AFTER:
+        self.unseen.optimizer_steps += 1
+        if self.unseen.optimizer_steps == UNSEEN_AFTER:
             self._report_unmeasured()
         if tracker is not None and not self._in_backward:
             tracker.stepping = True
@@ -343,14 +354,13 @@ class Recording:
         if not self._in_backward:
             self._tracker.mark("optimizer")
         if not self._backwards and not self._in_backward:
+            self._cycle.made.discard(optimizer)
             return
-        role = self._cycle.step(optimizer)
+        role = self._cycle.step(optimizer, same_batch=self.batches.are_same)
         if role == "ends" and self._in_backward:
             self._ends_after_backward = optimizer
-        elif role == "ends":
-            self._end(self._tracker, optimizer)
-        elif role == "extends" and not self._in_backward:
-            self._discard(self._tracker)
+        elif role != "belongs" and not self._in_backward:
+            self._end(self._tracker, optimizer, extends=role == "extends")
 
     @guarded
     def skip_optimizer(self, optimizer: Optimizer) -> None:
@@ -379,7 +389,8 @@ class Recording:
             self.batches.await_training(iterator, batch)
             return
         self._tracker.mark("data", then="other" if self._wrapped else "forward")
-        self.batches.add(iterator, None if len(self._wrapped) == 1 else batch)
+        is_needed = len(self._wrapped) != 1 or self.batches.are_needed or not self._tracker.step
+        self.batches.add(iterator, batch if is_needed else None)
         self._calls.await_next()
 
     @guarded
@@ -414,23 +425,15 @@ class Recording:
         after_backward = tracker.open_phase == "optimizer" and self._stepping is None
         return "other" if after_backward else tracker.open_phase
 
-    def _end(self, tracker: StepTracker, optimizer: Optimizer) -> None:
+    def _end(self, tracker: StepTracker, optimizer: Optimizer, *, extends: bool = False) -> None:
         steps = self._cycle.take_steps()
         tracker.loss = self.losses.total(tracker.device) if steps == 1 else None
-        pipelined = self.parallelism.pipelined
-        called = None if self._misses_calls or len(self._called) > 1 or not tracker.size[0] else tracker.size
-        if pipelined is not None:
-            tracker.size = pipelined if pipelined[0] else (None, None)
-        elif len(self._wrapped) == 1:
-            tracker.size = called or (None, None)
-        else:
-            tracker.size = self.batches.end_step(called)
-        sends = pipelined is not None or self.collectives.sends
-        counts = self.parallelism.counts_samples(optimizer, sends=sends)
-        if not counts or (pipelined is None and tracker.loss is None and self.collectives.sends):
-            tracker.size = None, None
-        tracker.end(optimizer, steps)
-        self._unseen.end_step()
+        one = len(self._called) < 2
+        called = None if self._misses_calls or not one or not tracker.size[0] else tracker.size
+        size = self.batches.end_step(called, is_wrapped=len(self._wrapped) == 1 and one, extends=extends)
+        tracker.size = self.parallelism.size_to_count(size, optimizer, self.collectives.sends, tracker.loss)
+        tracker.end(optimizer, steps, extends=extends, may_go_on=self._cycle.may_go_on)
+        self.unseen.end_step()
         self._begin_step()
 
     def _discard(self, tracker: StepTracker) -> None:

@@ -30,28 +30,37 @@ class StepLosses:
         """Number of losses before the last backward pass."""
         self._after_closure: int | None = None
         """Number of losses after the first call of the closure in an optimizer's step; None before its end."""
-        self._scaled: tuple[Any, Tensor, Tensor | None] | None = None
-        """Reference to a loss that a GradScaler has scaled, the unscaled loss, and the scale."""
+        self._scaled: list[tuple[Any, Tensor]] = []
+        """References to losses that a GradScaler has scaled since the last backward pass on one, each with the loss."""
+        self._scale: Tensor | None = None
+        """The scale."""
 
     def scale(self, scaled: Any, loss: Any, scale: Any) -> None:
-        if isinstance(scaled, Tensor) and isinstance(loss, Tensor):
-            factor = scale.detach().clone() if isinstance(scale, Tensor) else None
-            self._scaled = ref(scaled), loss.detach(), factor
+        self._scale = scale.detach().clone() if isinstance(scale, Tensor) else None
+        for after, before in ((scaled, loss),) if isinstance(loss, Tensor) else zip(scaled, loss, strict=False):
+            if isinstance(after, Tensor) and isinstance(before, Tensor):
+                self._scaled.append((ref(after), before.detach()))
 
-    def add(self, output: Tensor) -> Tensor | None:
-        """Add the tensor on which backward is called, if it is a number; return its scale, None if it has none."""
+    def add(self, outputs: Sequence[Tensor]) -> Tensor | None:
+        """Add the tensors on which backward is called, if they are numbers; return their scale, None without one."""
         self._before = len(self._losses)
-        scaled, self._scaled = self._scaled, None
-        factor = None
-        if scaled is not None and scaled[0]() is output:
-            output, factor = scaled[1:]
-        if output.numel() == 1 and output.is_floating_point():
-            self._losses.append(_number(output))
+        pending, self._scaled = self._scaled, []
+        for output in outputs:
+            loss = next((loss for scaled, loss in pending if scaled() is output), output) if pending else output
+            if pending and loss is output and self._scale is not None:
+                loss = output.detach() / self._scale  # made of scaled losses, such as their sum: it is scaled alike
+            elif loss is not output:
+                self._scaled = [each for each in pending if each[0]() is not None and each[0]() is not output]
+            self._add(loss)
+        return self._scale if pending else None
+
+    def _add(self, loss: Tensor) -> None:
+        if loss.numel() == 1 and loss.is_floating_point():
+            self._losses.append(_number(loss))
             if self._losses[-1] is None:
-                self._unread = f"a {type(output).__name__} of which this rank has a part"
+                self._unread = f"a {type(loss).__name__} of which this rank has a part"
         else:
             self._unread = "a tensor of several values"
-        return factor
 
     @property
     def unseen(self) -> str:
