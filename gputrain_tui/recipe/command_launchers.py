@@ -410,14 +410,8 @@ TORCHRUN_FLAGS = LauncherFlags(
         *("nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "max_restarts"),
         *("monitor_interval", "start_method", "event_log_handler", "role", "log_dir", "local_ranks_filter"),
         *("duplicate_stdout_filters", "duplicate_stderr_filters", "node_rank", "master_addr", "master_port"),
-        *(
-            "local_addr",
-            "logs_specs",
-            "numa_binding",
-            "signals_to_handle",
-            "shutdown_timeout",
-            "log_line_prefix_template",
-        ),
+        *("local_addr", "logs_specs", "numa_binding", "signals_to_handle", "shutdown_timeout"),
+        "log_line_prefix_template",
     ),
     read=_torchrun,
 )

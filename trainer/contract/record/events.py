@@ -240,8 +240,7 @@ class Step(Event, kw_only=True, tag="step"):
     memory_peak_bytes: Count | None = None
     """Peak memory of tensors on the GPU so far."""
     samples_each: list[Count | None] | None = None
-    """The samples of each covered step, in step order, where they differ; null where they are not known, and then
-    ``samples`` are those of the others."""
+    """Those of each covered step, in step order, where they differ; null where unknown: ``samples`` has the others."""
     losses: list[FiniteFloat | None] | None = None
     """The loss of each covered step, in step order; absent if the event covers one step."""
     step_ms_each: list[FiniteFloat | None] | None = None
