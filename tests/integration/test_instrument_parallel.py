@@ -478,6 +478,10 @@ def test_ranks_that_exchange_samples_for_their_experts_or_statistics_each_count_
         assert [event.samples for event in _steps(tmp_path, rank)] == [BATCH * e.steps for e in _steps(tmp_path, rank)]
 
 
+DIVIDES_GRADIENTS = "scale_grads" in inspect.signature(get_schedule_class("GPipe")).parameters
+"""Whether this torch divides a pipeline's gradients by its micro-batches."""
+
+
 def pipelined(rank: int, steps: int, *, schedule: str, scales: bool = True) -> tuple[nn.Module, list[float | None]]:
     """Two ranks with a stage or two each: the mean of the four micro-batches' losses trains, or their sum."""
     torch_schedule = get_schedule_class(schedule)
@@ -491,9 +495,9 @@ def pipelined(rank: int, steps: int, *, schedule: str, scales: bool = True) -> t
         outputs = torch.empty(2, model.out_features, requires_grad=True)
         stages.append(PipelineStage(model, number, count, torch.device("cpu"), input_args=inputs, output_args=outputs))
     own: Any = stages if several else stages[0]
-    if "scale_grads" in inspect.signature(torch_schedule).parameters:
+    if DIVIDES_GRADIENTS:
         pipeline = torch_schedule(own, 4, loss_fn=nn.functional.mse_loss, scale_grads=scales)
-    else:  # torch before 2.7 divides no gradients
+    else:
         pipeline, scales = torch_schedule(own, 4, loss_fn=nn.functional.mse_loss), False
     optimizer = sgd(nn.ModuleList(models.values()))
     expected: list[float | None] = []
@@ -523,6 +527,8 @@ def pipelined(rank: int, steps: int, *, schedule: str, scales: bool = True) -> t
 def test_the_rank_of_a_pipelines_last_stage_counts_whole_batches_and_has_the_loss_that_trains(
     gang: Gang, tmp_path: Path, options: dict[str, Any]
 ) -> None:
+    if not DIVIDES_GRADIENTS and options["schedule"] != "GPipe":
+        pytest.skip("on gloo this schedule of this torch does not end")
     loop = functools.partial(pipelined, **options)
     measured, alone = gang.run(_run, str(tmp_path), loop, 5), gang.run(_run, None, loop, 5)
     for rank, ((parameters, losses), (theirs, _)) in enumerate(zip(measured, alone, strict=True)):
