@@ -330,7 +330,8 @@ async def test_a_click_before_the_layout_of_a_terminal_that_became_larger_is_tak
             app.post_message(Resize(Size(80, 24), Size(80, 24)))
             for _ in range(turns):
                 await asyncio.sleep(0)
-            palette.post_message(Click(palette, 10, 14, 0, 0, 1, False, False, False, 10, 14))
+            # On its input line: if the layout is there already, the click chooses nothing.
+            palette.post_message(Click(palette, 40, 5, 0, 0, 1, False, False, False, 40, 5))
             await pilot.pause()
             assert app.is_running
             assert app.screen is palette
