@@ -107,11 +107,14 @@ def _inputs(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNode])
 
 
 def hidden_modules(hiding: Sequence[str], host: str = "") -> Iterator[CheckResult]:
-    """Report files beside the script that are imported in place of torch, which always fails, or of Python's own."""
+    """Report files beside the script that are imported in place of torch or of Python's own modules.
+
+    None is an error: a script may want its own, and need not import torch.
+    """
     for file in hiding:
         name = Path(file).stem
-        result, module = (error, "torch") if name == "torch" else (warning, f"Python's own module {name}, by torch too")
-        yield result("script", f"{file} is imported in place of {module}", "rename it", key="train.script", host=host)
+        module = "torch" if name == "torch" else f"Python's own module {name}, by torch too"
+        yield warning("script", f"{file} is imported in place of {module}", "rename it", key="train.script", host=host)
 
 
 def _inputs_of_a_job(recipe: Recipe, facts: PreflightFacts) -> Iterator[CheckResult]:

@@ -143,7 +143,7 @@ OWN = {"own_file": "/w/own.py", "own_code": "0a"}
         (
             {"environment": {"hiding": ("own/torch.py",)}},
             {"train": SCRIPT},
-            "error",
+            "warning",
             "train.script",
             "own/torch.py is imported in place of torch",
             "rename it",
