@@ -107,10 +107,7 @@ def _inputs(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNode])
 
 
 def hidden_modules(hiding: Sequence[str], host: str = "") -> Iterator[CheckResult]:
-    """Report files beside the script that are imported in place of torch or of Python's own modules.
-
-    None is an error: a script may want its own, and need not import torch.
-    """
+    """Warn of files beside the script that are imported in place of torch or Python's modules; it may want its own."""
     for file in hiding:
         name = Path(file).stem
         module = "torch" if name == "torch" else f"Python's own module {name}, by torch too"
