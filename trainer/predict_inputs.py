@@ -21,14 +21,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from trainer.agent.rank_failure import error_line
-from trainer.contract.errors import (
-    CheckpointError,
-    ExitCode,
-    MachineNotReadyError,
-    RequestError,
-    print_message,
-    quoted,
-)
+from trainer.contract.errors import CheckpointError, ExitCode, MachineNotReadyError, RequestError, print_message, quoted
 from trainer.contract.options import Training
 from trainer.contract.record.checkpoints import is_dcp_folder
 from trainer.contract.schema import check, describe, read_flags, unknown_option

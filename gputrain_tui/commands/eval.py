@@ -7,11 +7,7 @@ from dataclasses import replace
 
 from gputrain_tui.commands import run as run_command
 from gputrain_tui.commands.shared_flags import add_checkpoint, add_settings
-from gputrain_tui.lifecycle.recipe_to_run import (
-    evaluation_recipe,
-    naming_the_folder_of,
-    recipe_of_checkpoint,
-)
+from gputrain_tui.lifecycle.recipe_to_run import evaluation_recipe, naming_the_folder_of, recipe_of_checkpoint
 from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint
 from trainer.contract.errors import RequestError
 
@@ -39,11 +35,7 @@ def run(args: Namespace) -> int:
     source = recipe_of_checkpoint(chosen, args.named, args.recipe)
     with naming_the_folder_of(chosen.run if args.recipe is None else None):
         recipe = evaluation_recipe(
-            source,
-            overrides=args.overrides,
-            checkpoint=chosen.path,
-            run=chosen.run_id,
-            split=args.split,
+            source, overrides=args.overrides, checkpoint=chosen.path, run=chosen.run_id, split=args.split
         )
     notes = (*recipe.notes, f"evaluating {chosen.description}, {chosen.path}")
     return run_command.run_recipe(replace(recipe, notes=notes), json=args.json, detach=args.detach)

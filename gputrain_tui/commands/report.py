@@ -44,7 +44,6 @@ def run(args: Namespace) -> int:
             report,
             lines=lambda: report_lines(report, live.state, width),
             page=lambda: report_page(
-                report,
-                run_charts(live.series, live.hardware, blocks, live.metrics, loss_unit=report.loss_unit),
+                report, run_charts(live.series, live.hardware, blocks, live.metrics, loss_unit=report.loss_unit)
             ),
         )

@@ -216,13 +216,7 @@ def _call(
 ) -> str:
     try:
         done = subprocess.run(
-            argv,
-            input=script or "",
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-            env=environ,
+            argv, input=script or "", capture_output=True, text=True, errors="replace", timeout=timeout_s, env=environ
         )
     except FileNotFoundError:
         raise RequestError(f"there is no {argv[0]} on this machine; use a machine that has Slurm's commands") from None

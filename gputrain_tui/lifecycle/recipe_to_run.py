@@ -174,12 +174,7 @@ PREFIX = "eval-"
 
 
 def evaluation_recipe(
-    source: str,
-    *,
-    overrides: list[str],
-    checkpoint: Path,
-    run: str,
-    split: Literal["test", "valid"] | None,
+    source: str, *, overrides: list[str], checkpoint: Path, run: str, split: Literal["test", "valid"] | None
 ) -> Recipe:
     """Return the recipe that evaluates a checkpoint on the nodes and with the task of a training recipe.
 

@@ -16,12 +16,7 @@ from gputrain_tui.history.run_folders import Run, find, open_run
 from gputrain_tui.history.status_file import ENDED, read_status
 from gputrain_tui.lifecycle import attempt_outcome, launchers
 from gputrain_tui.lifecycle.directory_watch import supervisor_beats, write_stop_file
-from gputrain_tui.lifecycle.leftovers import (
-    kill_processes,
-    living_runs,
-    open_process,
-    supervisors_of,
-)
+from gputrain_tui.lifecycle.leftovers import kill_processes, living_runs, open_process, supervisors_of
 from gputrain_tui.lifecycle.polling import wait_until
 from gputrain_tui.lifecycle.remote_nodes import attempt_folders
 from gputrain_tui.lifecycle.supervisor_process import adopt

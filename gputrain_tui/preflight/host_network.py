@@ -15,11 +15,7 @@ from gputrain_tui.hosts.host_channel import HostChannel, HostError
 from gputrain_tui.hosts.host_names import LocalFacts, is_local
 from gputrain_tui.hosts.ssh import Ssh
 from gputrain_tui.plan.planner import Plan, PlannedNode
-from gputrain_tui.preflight.collect_hosts import (
-    REACH_TIMEOUT_S,
-    UNREACHABLE,
-    require_addresses,
-)
+from gputrain_tui.preflight.collect_hosts import REACH_TIMEOUT_S, UNREACHABLE, require_addresses
 from trainer.contract.backends import is_nccl
 
 LISTEN_TIMEOUT_S = 6.0

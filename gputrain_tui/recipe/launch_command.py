@@ -30,10 +30,7 @@ from trainer.contract.errors import RequestError, nearest, quoted
 
 
 def read_launch_command(
-    argv: Sequence[str],
-    *,
-    read_file: ReadFile,
-    ask_accelerate: Callable[[str | None, Sequence[str]], AccelerateLaunch],
+    argv: Sequence[str], *, read_file: ReadFile, ask_accelerate: Callable[[str | None, Sequence[str]], AccelerateLaunch]
 ) -> LaunchCommand:
     """Translate a command of one of ``LAUNCHERS``, or of ``srun`` before one.
 

@@ -131,8 +131,7 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         str, Meta(description="rendezvous: auto, tcp://HOST:PORT, file:///SHARED/PATH or env://")
     ] = "auto"
     backend: Annotated[
-        Literal["auto", "nccl", "gloo"],
-        Meta(description="auto is nccl on GPUs, and gloo if any rank is on a CPU"),
+        Literal["auto", "nccl", "gloo"], Meta(description="auto is nccl on GPUs, and gloo if any rank is on a CPU")
     ] = "auto"
     launcher: Annotated[
         Literal["auto", "local", "ssh", "slurm"],

@@ -118,13 +118,7 @@ def _defaults() -> dict[str, dict[str, Any]]:
     cluster, slurm, report = map(msgspec.to_builtins, (Cluster(), SlurmOptions(), ReportOptions()))
     train = _builtins(Training(), Distributed(), None)
     script = {option.name: option.default for option in describe(Script) if option.name != "args"}
-    return {
-        "cluster": cluster | {"nodes": [{}]},
-        "slurm": slurm,
-        "train": train | script,
-        "task": {},
-        "report": report,
-    }
+    return {"cluster": cluster | {"nodes": [{}]}, "slurm": slurm, "train": train | script, "task": {}, "report": report}
 
 
 def _means_same(written: Any, now: Any) -> bool:

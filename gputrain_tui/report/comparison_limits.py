@@ -91,13 +91,7 @@ def parse_condition(text: str) -> Condition:
     limit = float(match["limit"]) / (1 if absolute else 100)
     if limit * sign < 0:
         raise RequestError(f"--fail-on {quoted(text)}: > takes a limit of 0 or more, < one of 0 or less")
-    return Condition(
-        text=text,
-        name=name,
-        at=None if match["at"] is None else int(match["at"]),
-        sign=sign,
-        limit=limit,
-    )
+    return Condition(text=text, name=name, at=None if match["at"] is None else int(match["at"]), sign=sign, limit=limit)
 
 
 def check_limits(

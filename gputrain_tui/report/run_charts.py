@@ -114,11 +114,7 @@ def run_charts(
         for key, each in sampled
     ]
     charts = RunCharts(
-        first_step=first,
-        last_step=last,
-        begin=_known(hardware.begin),
-        end=_known(hardware.end),
-        hardware=tuple(lines),
+        first_step=first, last_step=last, begin=_known(hardware.begin), end=_known(hardware.end), hardware=tuple(lines)
     )
     if not last:
         return charts

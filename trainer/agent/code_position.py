@@ -48,9 +48,7 @@ class CodePosition:
 
 
 def report_position(
-    report: Callable[[RankReport], None],
-    requests: Connection | None = None,
-    on_stop: Callable[[], None] = lambda: None,
+    report: Callable[[RankReport], None], requests: Connection | None = None, on_stop: Callable[[], None] = lambda: None
 ) -> None:
     """Report from a thread where the main thread stays, with an empty line once it has moved on, and answer requests.
 

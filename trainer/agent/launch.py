@@ -153,10 +153,7 @@ def _for_script(
     if script.local_rank_flag is not None:
         argv.append(f"{script.local_rank_flag}={assignment.local_rank}")
     return dataclasses.replace(
-        assignment,
-        environment=environment,
-        script_argv=(*argv, *script.args),
-        must_start_ranks=script.starts_ranks,
+        assignment, environment=environment, script_argv=(*argv, *script.args), must_start_ranks=script.starts_ranks
     )
 
 

@@ -119,11 +119,7 @@ class _NodeAgent:
     """Agent of the ranks of this node, from the start of the first to the end of the last."""
 
     def __init__(
-        self,
-        writer: EventWriter,
-        stop_request: StopRequest,
-        unmarked: UnmarkedProcesses | None,
-        run_dir: RunDir | None,
+        self, writer: EventWriter, stop_request: StopRequest, unmarked: UnmarkedProcesses | None, run_dir: RunDir | None
     ) -> None:
         self._writer = writer
         self._unmarked = unmarked

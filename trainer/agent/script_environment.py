@@ -54,11 +54,7 @@ def master_address(init_method: str | None, environ: Mapping[str, str]) -> tuple
 
 
 def launcher_environment(
-    assignment: RankAssignment,
-    address: tuple[str, int],
-    environ: Mapping[str, str],
-    *,
-    starts_ranks: bool = False,
+    assignment: RankAssignment, address: tuple[str, int], environ: Mapping[str, str], *, starts_ranks: bool = False
 ) -> dict[str, str | None]:
     """Return the variables of a script's rank, named as torchrun names them; None removes one.
 

@@ -18,15 +18,7 @@ from trainer.agent.native_stacks import NativeReader
 from trainer.agent.printed_stacks import POLL_S, LoaderWorkers, printed_stacks
 from trainer.agent.worker_process import WorkerProcess
 from trainer.contract.outcome import RankReport
-from trainer.contract.record import (
-    NATIVE,
-    Collective,
-    EventWriter,
-    RankStacks,
-    RunDir,
-    ThreadStack,
-    read_stack_request,
-)
+from trainer.contract.record import NATIVE, Collective, EventWriter, RankStacks, RunDir, ThreadStack, read_stack_request
 from trainer.contract.record.code_stacks import waits_for_worker
 from trainer.contract.record.regular_file import size_of
 from trainer.host.process_guard import prints_on_signal

@@ -221,10 +221,7 @@ def _of_sharding(options: Training, task: BuiltInOptions | None, named: Named) -
             f"muon needs whole matrices, which {named('strategy')} fsdp divides among the ranks: take adamw",
         )
     if task is not None and not task.has_repeated_block:
-        yield (
-            "strategy",
-            f"fsdp divides a model by its repeated block, and that of {options.task} has none: take ddp",
-        )
+        yield ("strategy", f"fsdp divides a model by its repeated block, and that of {options.task} has none: take ddp")
 
 
 def _of_batch_size(options: Training, named: Named) -> Iterator[tuple[str, str]]:

@@ -110,8 +110,7 @@ class Training(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = None
     global_batch_size: Annotated[
-        int,
-        _data("batch_size balanced: samples, with max_tokens tokens, of all ranks in a micro-step; 0: none", ge=0),
+        int, _data("batch_size balanced: samples, with max_tokens tokens, of all ranks in a micro-step; 0: none", ge=0)
     ] = 0
     shares_from: Annotated[
         str | None,

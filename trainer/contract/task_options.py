@@ -107,8 +107,7 @@ class LmOptions(TextOptions, kw_only=True, forbid_unknown_fields=True):
     """Options of ``lm``, a Transformer decoder over bytes or the tokens of a tokenizer."""
 
     tokenizer: Annotated[
-        str | None,
-        _data("tokenizer.json of the package tokenizers; default: the tokens are the bytes", per_rank=True),
+        str | None, _data("tokenizer.json of the package tokenizers; default: the tokens are the bytes", per_rank=True)
     ] = None
     vocab_size: (
         Annotated[int, _data("train a byte-level BPE of this many tokens on data; default: none", ge=257)] | None

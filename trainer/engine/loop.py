@@ -275,11 +275,7 @@ class Loop:
         )
         self._metrics.after_step(self.updates)
         self._noise.after_step(
-            step=self.updates,
-            samples=self._items.samples,
-            own=self.meter.local_norm,
-            norm=grad_norm,
-            scale=grad_scale,
+            step=self.updates, samples=self._items.samples, own=self.meter.local_norm, norm=grad_norm, scale=grad_scale
         )
         self._compilation.after_step(self.updates)
         self._desync.finish()

@@ -95,11 +95,7 @@ def check_loss(
 
 
 def _compare(
-    task: Task,
-    model: nn.Module,
-    batches: SampleBatches,
-    device: torch.device,
-    autocast: AbstractContextManager[Any],
+    task: Task, model: nn.Module, batches: SampleBatches, device: torch.device, autocast: AbstractContextManager[Any]
 ) -> tuple[str, ...] | None:
     def loss(batch: Any) -> tuple[float, float, dict[str, float]]:
         seed_all(_SEED)

@@ -15,15 +15,7 @@ from typing import Any
 import msgspec
 
 from trainer import distributed
-from trainer.contract.balanced_shares import (
-    WINDOW,
-    ComputeTime,
-    RankFit,
-    ShareChoice,
-    attainable,
-    shares,
-    slowest_ms,
-)
+from trainer.contract.balanced_shares import WINDOW, ComputeTime, RankFit, ShareChoice, attainable, shares, slowest_ms
 from trainer.contract.errors import RequestError
 from trainer.contract.learned_speeds import LearnedSpeeds
 from trainer.contract.options import Training

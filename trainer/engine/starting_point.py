@@ -119,7 +119,4 @@ def _entries_of(file: Path) -> dict[str, Any]:
 
 def _known(entries: dict[str, Any]) -> dict[str, Any]:
     task, state = entries.get("task"), entries.get(TASK_STATE)
-    return {
-        "task": task if isinstance(task, str) else "",
-        "task_state": state if isinstance(state, dict) else None,
-    }
+    return {"task": task if isinstance(task, str) else "", "task_state": state if isinstance(state, dict) else None}

@@ -363,10 +363,7 @@ class StepMeter:
             self._gc_s += self._host_clock() - self._gc_started
 
     def _report_faults(self) -> None:
-        sources: list[StepRecorder | BucketHook | CollectiveMeter] = [
-            self._recorder,
-            *self._hooks,
-        ]
+        sources: list[StepRecorder | BucketHook | CollectiveMeter] = [self._recorder, *self._hooks]
         if self._collectives is not None:
             sources.append(self._collectives)
         for source in sources:
@@ -378,11 +375,7 @@ class StepMeter:
             if is_new:
                 self._writer.write(
                     Finding(
-                        time=self._now(),
-                        kind="not_measured",
-                        severity="info",
-                        rank=self._rank,
-                        message=source.fault,
+                        time=self._now(), kind="not_measured", severity="info", rank=self._rank, message=source.fault
                     )
                 )
 

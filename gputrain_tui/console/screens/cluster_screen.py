@@ -19,12 +19,7 @@ from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.events import Resize
 
-from gputrain_tui.console.host_choice import (
-    Host,
-    active_plans,
-    ranks_by_gpu,
-    remote_hosts,
-)
+from gputrain_tui.console.host_choice import Host, active_plans, ranks_by_gpu, remote_hosts
 from gputrain_tui.console.screens.console_screen import Page
 from gputrain_tui.console.widgets.gpu_table import GpuTable, MachinePanel, ProcessList
 from gputrain_tui.console.widgets.key_bar import KeyBar

@@ -26,10 +26,7 @@ MOVING = {
         ("⇥", "Focus the next panel"),
         ("click", "Select a rank (twice: open it); on a title, sort by it"),
     ),
-    "stacks": (
-        ("↑ ↓ k j", "Scroll the stacks"),
-        ("home end G", "Go to the first or last line"),
-    ),
+    "stacks": (("↑ ↓ k j", "Scroll the stacks"), ("home end G", "Go to the first or last line")),
     "rank": (
         ("↑ ↓ k j", "Scroll the stack or the log"),
         ("home end G", "Go to the first or last line"),

@@ -330,11 +330,7 @@ def _wrapped(text: str, width: int) -> list[str]:
 class Findings(Panel, can_focus=True):
     """List of the findings and failures."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        *MOVE_KEYS[:2],
-        *MOVE_KEYS[4:],
-        *bindings("findings"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [*MOVE_KEYS[:2], *MOVE_KEYS[4:], *bindings("findings")]
     PLACE = "findings"
 
     @dataclass

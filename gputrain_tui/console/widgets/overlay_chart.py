@@ -22,15 +22,7 @@ from gputrain_tui.console.widgets.curve_drawing import (
     gutter,
     plot_limits,
 )
-from gputrain_tui.console.widgets.drawing import (
-    Row,
-    centred_text,
-    fit_row,
-    fit_rows,
-    merge,
-    pad,
-    title_row,
-)
+from gputrain_tui.console.widgets.drawing import Row, centred_text, fit_row, fit_rows, merge, pad, title_row
 from gputrain_tui.headless.number_text import loss_text, number, percent
 from gputrain_tui.history.comparison import CurveHistory, Measure, resampled
 from gputrain_tui.history.run_folders import Run
@@ -259,11 +251,7 @@ class OverlayChart(Canvas):
         lines = []
         for reader, history in zip(self._readers, histories, strict=True):
             points = history.points(
-                columns,
-                over_time=self.over_time,
-                smoothing=self.smoothing,
-                measure=measure,
-                own_metric=self.own_metric,
+                columns, over_time=self.over_time, smoothing=self.smoothing, measure=measure, own_metric=self.own_metric
             )
             newest = history.validations.newest()
             lines.append(

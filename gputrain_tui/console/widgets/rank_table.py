@@ -18,14 +18,7 @@ from gputrain_tui.console.widgets.drawing import (
     scroll_thumb,
     title_row,
 )
-from gputrain_tui.console.widgets.rank_columns import (
-    BY_KEY,
-    RATE_IN_STEPS,
-    Lateness,
-    PlacedColumn,
-    RankRow,
-    layout,
-)
+from gputrain_tui.console.widgets.rank_columns import BY_KEY, RATE_IN_STEPS, Lateness, PlacedColumn, RankRow, layout
 from gputrain_tui.state import RankView
 from gputrain_tui.state.rank_state import RANK_OUTCOMES
 from gputrain_tui.tables import printable

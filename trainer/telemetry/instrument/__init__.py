@@ -47,10 +47,7 @@ def run_script(assignment: RankAssignment) -> int:
     )
     before_os_exit(lambda status: finish(failed=status != 0), EXIT_S)
     return script.run_script(
-        assignment,
-        at_start=lambda: _follow_started(assignment),
-        at_end=finish,
-        hidden=str(Path(__file__).parents[1]),
+        assignment, at_start=lambda: _follow_started(assignment), at_end=finish, hidden=str(Path(__file__).parents[1])
     )
 
 

@@ -26,13 +26,7 @@ class FollowedModels:
         self._registering = False
 
     def register_comm_hook(
-        self,
-        register: Callable[..., None],
-        model: DistributedDataParallel,
-        state: object,
-        hook: CommHook,
-        *,
-        on: bool,
+        self, register: Callable[..., None], model: DistributedDataParallel, state: object, hook: CommHook, *, on: bool
     ) -> None:
         """Register a comm hook of the script, as ``register`` would, with a measuring hook around it if ``on``."""
         measuring_hook = self._models.get(model)

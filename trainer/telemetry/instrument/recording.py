@@ -150,11 +150,7 @@ class Recording:
 
     @guarded
     def begin_forward(
-        self,
-        model: nn.Module,
-        arguments: Sequence[Any],
-        named: Mapping[str, Any],
-        device: torch.device | None = None,
+        self, model: nn.Module, arguments: Sequence[Any], named: Mapping[str, Any], device: torch.device | None = None
     ) -> None:
         """Begin the forward pass of a wrapped model; ``device``: where it computes, if not where its parameters are."""
         if self._in_backward:
