@@ -32,21 +32,13 @@ from trainer.contract.record import Step
 def add_arguments(parser: ArgumentParser) -> None:
     text = f"the run to compare with, then those that are compared with it; each a {RUN_HELP}"
     parser.add_argument("runs", metavar="RUN", nargs="*", help=text)
-    parser.add_argument(
-        "--fail-on",
-        metavar="CONDITION",
-        action="append",
-        default=[],
-        help="exit with 1 if a run exceeds it beyond its interval: 'step_ms>+5%%', 'throughput<-5%%', "
-        "'loss@1000>+0.02', 'peak_memory>+10%%', 'metric:NAME<-0.01', finding:KIND; may be repeated",
+    text = (
+        "exit with 1 if a run exceeds it beyond its interval: 'step_ms>+5%%', 'throughput<-5%%', "
+        "'loss@1000>+0.02', 'peak_memory>+10%%', 'metric:NAME<-0.01', finding:KIND; may be repeated"
     )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        metavar="N",
-        help="compare the newest N runs of one recipe with those of another, by their names: made in turns, "
-        "A B A B A B",
-    )
+    parser.add_argument("--fail-on", metavar="CONDITION", action="append", default=[], help=text)
+    text = "compare the newest N runs of one recipe with those of another, by their names: made in turns, A B A B A B"
+    parser.add_argument("--rounds", type=int, metavar="N", help=text)
     parser.add_argument("--strict", action="store_true", help="exit with 1 also on a limit that cannot be told")
     parser.add_argument("--anyway", action="store_true", help="compare runs of other hardware or ranks, too")
     add_form(parser)

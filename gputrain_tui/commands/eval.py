@@ -14,11 +14,8 @@ from trainer.contract.errors import RequestError
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_checkpoint(parser)
-    parser.add_argument(
-        "--split",
-        choices=("test", "valid"),
-        help="split to evaluate; default: test, or valid where the task has no test split",
-    )
+    text = "split to evaluate; default: test, or valid where the task has no test split"
+    parser.add_argument("--split", choices=("test", "valid"), help=text)
     parser.add_argument("--recipe", metavar="FILE", help="recipe to use instead of the run's own")
     add_settings(parser)
     run_command.add_output(parser)

@@ -192,27 +192,16 @@ FORMATS = {
 def add_arguments(parser: ArgumentParser) -> None:
     add_checkpoint(parser)
     add_ranks(parser)
-    parser.add_argument(
-        "--to",
-        choices=tuple(FORMATS),
-        required=True,
-        help="csv, jsonl: a line per rank and step; tensorboard: a folder of event files; chrome-trace: a timeline for "
+    text = (
+        "csv, jsonl: a line per rank and step; tensorboard: a folder of event files; chrome-trace: a timeline for "
         "Perfetto; archive: recipe, plan and record as one file for `gputrain attach`; safetensors, dcp: weights, as a "
-        "file or as a folder of torch.distributed.checkpoint",
+        "file or as a folder of torch.distributed.checkpoint"
     )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="PATH",
-        type=Path,
-        help="default: the run's or the checkpoint's name, in this folder; - writes one file to standard output",
-    )
-    parser.add_argument(
-        "--logs",
-        action="store_true",
-        default=None,
-        help="with --to archive: add what the ranks printed, and the texts of their exceptions",
-    )
+    parser.add_argument("--to", choices=tuple(FORMATS), required=True, help=text)
+    text = "default: the run's or the checkpoint's name, in this folder; - writes one file to standard output"
+    parser.add_argument("-o", "--output", metavar="PATH", type=Path, help=text)
+    text = "with --to archive: add what the ranks printed, and the texts of their exceptions"
+    parser.add_argument("--logs", action="store_true", default=None, help=text)
     parser.add_argument("--force", action="store_true", help="replace an existing file")
 
 

@@ -30,11 +30,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the inventory as one JSON object")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", metavar="A,B", help="ask these hosts over ssh, without a password")
-    where.add_argument(
-        "--hostfile",
-        metavar="FILE",
-        help="ask the hosts listed in a file, one per line, such as gpu1, gpu2 slots=4, gpu3:8",
-    )
+    text = "ask the hosts listed in a file, one per line, such as gpu1, gpu2 slots=4, gpu3:8"
+    where.add_argument("--hostfile", metavar="FILE", help=text)
 
 
 def run(args: Namespace) -> int:

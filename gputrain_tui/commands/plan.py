@@ -39,11 +39,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     form.add_argument("--json", action="store_true", help="print the plan as one JSON object")
     form.add_argument("--shell", action="store_true", help="print the commands, ready to copy into a shell per node")
     form.add_argument("--sbatch", action="store_true", help="print a batch script for Slurm")
-    parser.add_argument(
-        "--run-dir",
-        metavar="DIR",
-        help="let the commands write their record to this folder, which `runs`, `attach` and `logs` then show",
-    )
+    text = "let the commands write their record to this folder, which `runs`, `attach` and `logs` then show"
+    parser.add_argument("--run-dir", metavar="DIR", help=text)
 
 
 def run(args: Namespace) -> int:

@@ -16,12 +16,8 @@ from trainer.contract.errors import ExitCode, RequestError
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_checkpoint(parser)
-    parser.add_argument(
-        "--input",
-        metavar="FILE|-",
-        default="-",
-        help="lines of text or of JSON objects, or a file of the task's own format; default: standard input",
-    )
+    text = "lines of text or of JSON objects, or a file of the task's own format; default: standard input"
+    parser.add_argument("--input", metavar="FILE|-", default="-", help=text)
     parser.add_argument("--recipe", metavar="FILE", help="recipe to use instead of the run's own")
     add_settings(parser)
 

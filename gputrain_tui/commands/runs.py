@@ -87,13 +87,9 @@ SHORTENED = {"note": 12, "metrics": 12, "tags": 12, "cause": MIN_CAUSE_CELLS}
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the runs as one JSON array of objects")
-    parser.add_argument(
-        "--filter",
-        metavar="WORDS",
-        default="",
-        help="only runs that match all words: part of a name, state:failed, loss<2, tags:baseline; columns: "
-        + ", ".join([*RUN_COLUMNS, "metric:NAME"]),
-    )
+    text = "only runs that match all words: part of a name, state:failed, loss<2, tags:baseline; columns: "
+    text += ", ".join([*RUN_COLUMNS, "metric:NAME"])
+    parser.add_argument("--filter", metavar="WORDS", default="", help=text)
     parser.add_argument(
         "--sort",
         metavar="COLUMN",

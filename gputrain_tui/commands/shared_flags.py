@@ -22,14 +22,8 @@ def add_recipe(parser: ArgumentParser, *, optional: bool = False) -> None:
 
 def add_settings(parser: ArgumentParser) -> None:
     """Declare ``--set``."""
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        dest="overrides",
-        action="append",
-        default=[],
-        help="change a key of the recipe, such as train.lr=0.5; may be repeated",
-    )
+    text = "change a key of the recipe, such as train.lr=0.5; may be repeated"
+    parser.add_argument("--set", metavar="KEY=VALUE", dest="overrides", action="append", default=[], help=text)
 
 
 def add_checkpoint(parser: ArgumentParser) -> None:

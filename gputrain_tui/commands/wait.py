@@ -33,12 +33,8 @@ def _seconds(text: str) -> float:
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="+", help=RUN_HELP)
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        type=_seconds,
-        help="wait no longer; a run that goes on then counts as exit code 1",
-    )
+    text = "wait no longer; a run that goes on then counts as exit code 1"
+    parser.add_argument("--timeout", metavar="SECONDS", type=_seconds, help=text)
     parser.add_argument("--json", action="store_true", help="print the runs as `gputrain runs --json` does, at the end")
 
 

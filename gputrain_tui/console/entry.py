@@ -39,12 +39,8 @@ def main(argv: Sequence[str] = ()) -> int:
 
 def add_fps(parser: ArgumentParser) -> None:
     """Add ``--fps``."""
-    parser.add_argument(
-        "--fps",
-        type=_paints,
-        metavar="N",
-        help="repaints per second at most, 0.2 to 30; default 10; lower it on slow links",
-    )
+    text = "repaints per second at most, 0.2 to 30; default 10; lower it on slow links"
+    parser.add_argument("--fps", type=_paints, metavar="N", help=text)
 
 
 def _paints(text: str) -> float:

@@ -146,8 +146,5 @@ def _merged(group: list[Finding], who: str) -> Finding:
     share = latest.evidence.get("excess_share")
     of_step = f" (up to {percent(share)} of a step)" if share is not None else ""
     because = latest.message.partition(" of a step), ")[2].replace(" its ", " their ")
-    return replace(
-        latest,
-        message=f"{who} take {longer} than the others in each step{of_step}, {because}",
-        evidence={**latest.evidence, "ranks": float(len(group))},
-    )
+    text = f"{who} take {longer} than the others in each step{of_step}, {because}"
+    return replace(latest, message=text, evidence={**latest.evidence, "ranks": float(len(group))})

@@ -180,12 +180,9 @@ def run_preflight(
     answered = {
         answer.host: answer.facts.inventory for answer in answers if answer.facts is not None and not answer.is_local
     }
+    queried = frozenset(answer.host for answer in answers)
     facts = collect_facts(
-        recipe,
-        planned.plan,
-        planned.local,
-        inventories={**answered, **planned.inventories},
-        queried=frozenset(answer.host for answer in answers),
+        recipe, planned.plan, planned.local, inventories={**answered, **planned.inventories}, queried=queried
     )
     results += run_checks(recipe, planned.plan, facts, local=planned.local)
     if answers:

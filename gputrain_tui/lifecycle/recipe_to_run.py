@@ -205,9 +205,5 @@ def evaluation_recipe(
     )
     require_consistent(train, task_options, where=lambda name: {"eval_split": "--split"}.get(name, f"train.{name}"))
     changed = frozenset({("train", "eval_only"), ("train", "eval_split")})
-    return dataclasses.replace(
-        recipe,
-        name=(PREFIX + recipe.name)[:MAX_NAME_CHARS],
-        train=train,
-        origin=dataclasses.replace(recipe.origin, overridden=recipe.origin.overridden | changed),
-    )
+    origin = dataclasses.replace(recipe.origin, overridden=recipe.origin.overridden | changed)
+    return dataclasses.replace(recipe, name=(PREFIX + recipe.name)[:MAX_NAME_CHARS], train=train, origin=origin)

@@ -36,12 +36,8 @@ def recipe_without(recipe: Recipe, plan: Plan, lost: Collection[str]) -> Recipe:
     url = parse_rendezvous_url(init_method)
     if url is not None and url.scheme == "tcp" and plan.nodes[0].host in lost:
         init_method = tcp_url(address_of(left[0].host), url.port)
-    cluster = msgspec.structs.replace(
-        recipe.cluster,
-        nodes=tuple(_with_devices(recipe.cluster.nodes[node.node], node) for node in left),
-        init_method=init_method,
-        spare=(),
-    )
+    nodes = tuple(_with_devices(recipe.cluster.nodes[node.node], node) for node in left)
+    cluster = msgspec.structs.replace(recipe.cluster, nodes=nodes, init_method=init_method, spare=())
     train = msgspec.structs.replace(recipe.train, batch_size=sizes)
     return dataclasses.replace(recipe, cluster=cluster, train=train, world_size=None)
 

@@ -298,13 +298,11 @@ def _processors(recipe: Recipe, facts: PreflightFacts, nodes: Sequence[PlannedNo
     cpu_rank_bytes = 90 << 20
     need = ranks * (cpu_rank_bytes if recipe.script is None else SCRIPT_BYTES)
     if available is not None and need > available:
-        yield warning(
-            "memory",
+        text = (
             f"{ranks_text} need{'s' * (ranks == 1)} {size(need)} or more, "
-            f"but {size(available)} of {size(total)} are available",
-            "use fewer ranks, or end the processes that use the memory",
-            key=key,
+            f"but {size(available)} of {size(total)} are available"
         )
+        yield warning("memory", text, "use fewer ranks, or end the processes that use the memory", key=key)
     elif available is not None:
         yield ok("memory", f"{size(available)} available for {ranks_text}")
     because = f" ({facts.cores_limit})" if facts.cores_limit else ""

@@ -89,14 +89,8 @@ def verdict(state: RunState, facts: RunFacts) -> Verdict:
     failure = state.root_cause
     if facts.state == "failed" and failure is not None:
         text = f"{failure_summary(failure)}: {failure.message}"
-        return Verdict(
-            kind="failure",
-            text=text,
-            is_problem=True,
-            rank=failure.rank,
-            host=failure.host,
-            cause=failure_words(failure),
-        )
+        cause = failure_words(failure)
+        return Verdict(kind="failure", text=text, is_problem=True, rank=failure.rank, host=failure.host, cause=cause)
     if facts.state == "failed" and facts.message:  # the record lacks the failure, as on a full disk
         who = {"rank": facts.failed_rank, "host": facts.failed_host}
         return Verdict(kind="failure", text=facts.message, is_problem=True, **who)  # type: ignore[arg-type]

@@ -72,12 +72,9 @@ class FailureAttribution:
     def add(self, time_ns: int, assignment: RankAssignment, failure: Failure) -> None:
         """Add the failure that a rank has reported."""
         if failure.kind == "exception" and is_lost_peer(failure.message):
-            failure = msgspec.structs.replace(
-                failure,
-                kind="lost_peer",
-                message=lost_peer_text(failure.message),
-                traceback=failure.traceback or failure.message,
-            )
+            traceback = failure.traceback or failure.message
+            text = lost_peer_text(failure.message)
+            failure = msgspec.structs.replace(failure, kind="lost_peer", message=text, traceback=traceback)
         self.failures.append((time_ns, msgspec.structs.replace(failure, rank=assignment.rank, host=assignment.host)))
 
     def fail(self, assignment: RankAssignment, kind: str, message: str) -> None:

@@ -140,15 +140,11 @@ class Saving:
         )
 
     def _failed(self, step: int, why: str) -> None:
-        reports.finding(
-            self._ctx,
-            "checkpoint_lost",
-            why,
-            severity="critical",
-            step=step,
-            advice="the checkpoint folder must be there, be writable and have free space; the training goes on and "
-            "tries the next checkpoint",
+        text = (
+            "the checkpoint folder must be there, be writable and have free space; the training goes on and "
+            "tries the next checkpoint"
         )
+        reports.finding(self._ctx, "checkpoint_lost", why, severity="critical", step=step, advice=text)
 
 
 def _run_to_continue(ctx: WorkerContext) -> str:

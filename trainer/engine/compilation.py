@@ -128,14 +128,8 @@ class Compilation:
         self._reported, self._reported_end = True, count.gave_up
         because, advice = _cause(count.reasons)
         ends = "; torch compiles no more, and runs what is new without" if count.gave_up else ""
-        reports.finding(
-            self._ctx,
-            "recompiled",
-            f"recompiled {count.times} times by step {step}: {because}{ends}",
-            severity="warning",
-            step=step,
-            advice=advice,
-        )
+        text = f"recompiled {count.times} times by step {step}: {because}{ends}"
+        reports.finding(self._ctx, "recompiled", text, severity="warning", step=step, advice=advice)
 
 
 def _cause(reasons: Sequence[str]) -> tuple[str, str]:

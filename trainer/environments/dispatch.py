@@ -255,16 +255,8 @@ def _decide_single_node(options: Distributed, device_count: int) -> Decision:
             "single_node", options, device_count, world=world, first=0, count=world, init_method=init, why=why
         )
     device = "one GPU" if device_count else "the CPU" + ("" if options.cpu else ": no GPU here")
-    return decide_node(
-        "single_process",
-        options,
-        device_count,
-        world=1,
-        first=0,
-        count=1,
-        init_method=None,
-        why=f"one process on {device}",
-    )
+    text = f"one process on {device}"
+    return decide_node("single_process", options, device_count, world=1, first=0, count=1, init_method=None, why=text)
 
 
 def _rank_range(first: int, count: int) -> str:

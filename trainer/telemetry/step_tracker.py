@@ -214,14 +214,9 @@ class StepTracker:
         With uneven inputs a rank's step has another number than that of the others from the next epoch on.
         """
         self._replica = None
+        text = f"step {self.step} was made {how}, so the ranks' parameters are not compared from there on"
         self._writer.write(
-            Finding(
-                time=time.time(),
-                kind="not_compared",
-                severity="info",
-                step=self.step,
-                message=f"step {self.step} was made {how}, so the ranks' parameters are not compared from there on",
-            )
+            Finding(time=time.time(), kind="not_compared", severity="info", step=self.step, message=text)
         )
 
     def _check_process_group(self) -> None:

@@ -205,13 +205,8 @@ class _End:
         error, assignment = self._error, self._assignment
         if error is not None and not isinstance(error, SystemExit):
             where = innermost_user_line(error.__traceback__)
-            return failure_of(
-                error,
-                kind=kind_of(error),
-                message=lost_peer_text(error_line(error)) + (where and f" ({where})"),
-                rank=assignment.rank,
-                host=assignment.host,
-            )
+            text = lost_peer_text(error_line(error)) + (where and f" ({where})")
+            return failure_of(error, kind=kind_of(error), message=text, rank=assignment.rank, host=assignment.host)
         line = last_error(self._log, since=self._log_from)
         message = f"the process ended with exit code {self._code} before its training was complete"
         kind = "lost_peer" if is_lost_peer(line) else "exit"
