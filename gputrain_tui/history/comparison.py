@@ -21,18 +21,8 @@ from gputrain_tui.state.figures import Throughput, mean_share, samples_per_s, st
 from gputrain_tui.state.rank_state import KEPT
 from gputrain_tui.state.step_losses import newest_loss
 from gputrain_tui.state.totals import ZERO_TOTALS, Totals
+from trainer.contract import record
 from trainer.contract.builtin_tasks import BUILT_IN
-from trainer.contract.record import (
-    AnyEvent,
-    Metrics,
-    NoiseScale,
-    RunEnded,
-    RunStarted,
-    Step,
-    TrainingPlan,
-    Validation,
-    World,
-)
 
 MIN_RUNS, MAX_RUNS = 2, 6
 """Runs that can be compared at once: a terminal can show six distinct colours."""
@@ -111,28 +101,28 @@ class CurveHistory:
         self.validations = RecordedValidations(KEPT)
         self._started: float | None = None
         self._totals: dict[int, Totals] = {}
-        self._newest: dict[int, tuple[Step, ...]] = {}
+        self._newest: dict[int, tuple[record.Step, ...]] = {}
         """The last two step events of each rank, newest first."""
 
-    def apply(self, event: AnyEvent) -> None:
-        if isinstance(event, Step):
+    def apply(self, event: record.AnyEvent) -> None:
+        if isinstance(event, record.Step):
             self.series.apply(event)
             self._newest[event.rank] = (event, *self._newest.get(event.rank, ())[:1])
             self._totals[event.rank] = self._totals.get(event.rank, ZERO_TOTALS).plus(event)
-        elif isinstance(event, RunStarted) and self._started is None:
+        elif isinstance(event, record.RunStarted) and self._started is None:
             self._started = event.time
-        elif isinstance(event, Metrics | NoiseScale):
+        elif isinstance(event, record.Metrics | record.NoiseScale):
             self.metrics.apply(event)
-        elif isinstance(event, Validation):
+        elif isinstance(event, record.Validation):
             self.validations.add(event)
-        elif isinstance(event, TrainingPlan):
+        elif isinstance(event, record.TrainingPlan):
             self.validations.begin(event)
-        elif isinstance(event, World):
+        elif isinstance(event, record.World):
             self.series.change_world(event.world_size)
             for by_rank in (self._newest, self._totals):  # figures are of the ranks that are left
                 for rank in [rank for rank in by_rank if rank >= event.world_size]:
                     del by_rank[rank]
-        elif isinstance(event, RunEnded):
+        elif isinstance(event, record.RunEnded):
             self.series.flush()  # a rank that was killed has not recorded its last step
 
     @property

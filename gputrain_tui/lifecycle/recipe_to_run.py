@@ -14,15 +14,8 @@ import msgspec
 from gputrain_tui.history.record_tail import early_end
 from gputrain_tui.history.recorded_recipe import recorded_table
 from gputrain_tui.history.run_folders import Run, find, open_run
+from gputrain_tui.lifecycle import run_checkpoints
 from gputrain_tui.lifecycle.remote_nodes import remote_node
-from gputrain_tui.lifecycle.run_checkpoints import (
-    ChosenCheckpoint,
-    describe_missing_checkpoint,
-    evaluated_checkpoint,
-    find_or_last_trained,
-    resumable_checkpoint,
-    run_named_by,
-)
 from gputrain_tui.recipe.build import load as load_recipe
 from gputrain_tui.recipe.model import MAX_NAME_CHARS, Recipe
 from trainer.contract.builtin_tasks import options_schema
@@ -44,16 +37,16 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None) ->
                 "no recipe is named; `gputrain run RECIPE` takes a TOML or JSON file, or - for standard input"
             )
         return load_recipe(source, overrides=list(overrides))
-    run = find_or_last_trained(resume)
-    if evaluated := evaluated_checkpoint(run.dir):
+    run = run_checkpoints.find_or_last_trained(resume)
+    if evaluated := run_checkpoints.evaluated_checkpoint(run.dir):
         raise RequestError(f"--resume {resume}: {run.id} is an evaluation of {evaluated}; name the run that trained it")
     if run.status.archived is not None:
         raise RequestError(f"--resume {resume}: {run.id} is an archive, which holds no checkpoints")
     if run.state in ("queued", "starting", "running", "stopping"):
         raise RequestError(f"--resume {resume}: {run.id} is still {run.state}; stop it with `gputrain stop {run.id}`")
-    checkpoint = resumable_checkpoint(run.dir)
+    checkpoint = run_checkpoints.resumable_checkpoint(run.dir)
     if checkpoint is None:
-        raise RequestError(f"--resume {resume}: {describe_missing_checkpoint(run)}")
+        raise RequestError(f"--resume {resume}: {run_checkpoints.describe_missing_checkpoint(run)}")
     if run.state == "finished" and source is None and not overrides:
         with naming_the_folder_of(run):
             train = load_recipe(recipe_of(run)).train
@@ -68,7 +61,7 @@ def load(source: str | None, *, overrides: Sequence[str], resume: str | None) ->
             f"--resume {resume}: {run.id} has finished: nothing is left to train; to train further, {change} the limit "
             f"that ended it{known}, such as --set train.{limits[0] if limits else 'max_updates'}=N"
         )
-    owner = run_named_by(run.dir, checkpoint)
+    owner = run_checkpoints.run_named_by(run.dir, checkpoint)
     settings = [*overrides, f"train.resume={checkpoint}", f"train.checkpoint_run={owner}"]
     with naming_the_folder_of(None if source else run):
         source = source or recipe_of(run)
@@ -144,7 +137,7 @@ def recipe_of(run: Run) -> str:
     return str(run.dir.recipe)
 
 
-def recipe_of_checkpoint(chosen: ChosenCheckpoint, named: str, given: str | None) -> str:
+def recipe_of_checkpoint(chosen: run_checkpoints.ChosenCheckpoint, named: str, given: str | None) -> str:
     """Return the recipe ``given``, or that of the run of a checkpoint, which was ``named``.
 
     Raises:

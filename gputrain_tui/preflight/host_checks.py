@@ -13,15 +13,7 @@ from gputrain_tui.hosts.host_names import THIS_MACHINE
 from gputrain_tui.hosts.inventory import Inventory
 from gputrain_tui.hosts.machine_facts import Folder
 from gputrain_tui.plan.planner import Plan, PlannedNode
-from gputrain_tui.preflight.checks import (
-    LOW_DISK_BYTES,
-    MIN_RECORD_BYTES,
-    hidden_modules,
-    machine_checks,
-    ranks_key,
-    too_few_files,
-    with_location,
-)
+from gputrain_tui.preflight import checks
 from gputrain_tui.preflight.collect_hosts import HostAnswer, HostFacts, address_for_name
 from gputrain_tui.preflight.facts import SHARES_FIX, START_CHECKS, START_FIXES, PreflightFacts
 from gputrain_tui.preflight.result import CheckResult, error, ok, warning
@@ -59,7 +51,7 @@ def check_hosts(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> li
     results += _differences(recipe, plan, answers)
     # A second name of a machine is a line of its own, and no connection: it looks for the way to itself.
     results += _connections(plan, [answer for answer in answers if answer.node not in second])
-    return [with_location(result, recipe) for result in results]
+    return [checks.with_location(result, recipe) for result in results]
 
 
 def _nodes_of(plan: Plan, answer: HostAnswer) -> list[PlannedNode]:
@@ -132,7 +124,7 @@ def _environment(recipe: Recipe, answer: HostAnswer, facts: HostFacts, *, needs_
         name = "script" if recipe.script is not None else "task"
         yield _error(answer, name, f"{environment.own_file} is missing", push, f"train.{name}")
     if not answer.is_local:
-        yield from hidden_modules(environment.hiding, answer.host)
+        yield from checks.hidden_modules(environment.hiding, answer.host)
 
 
 def _clock(answer: HostAnswer) -> Iterator[CheckResult]:
@@ -169,7 +161,7 @@ def _machine_limits(recipe: Recipe, plan: Plan, answer: HostAnswer, facts: HostF
         torch=facts.environment.torch if facts.environment is not None else None,
         inventories={THIS_MACHINE: facts.inventory},
     )
-    for result in machine_checks(recipe, plan, machine_facts, nodes):
+    for result in checks.machine_checks(recipe, plan, machine_facts, nodes):
         if result.status == "ok":  # those of many hosts would be dozens of lines
             continue
         if result.check == "open files":  # `ulimit` in the user's shell has no effect on another machine
@@ -195,16 +187,16 @@ def _missing_gpus(recipe: Recipe, answer: HostAnswer, node: PlannedNode, invento
         has = ", ".join(str(gpu.index) for gpu in inventory.gpus) or inventory.note or "none"
         what = f"there is no GPU {', '.join(missing)}; it has {has}"
         fix = f"gputrain gpus --hosts {shlex.quote(answer.host)}"
-        yield _error(answer, "GPUs", what, fix, ranks_key(recipe, node))
+        yield _error(answer, "GPUs", what, fix, checks.ranks_key(recipe, node))
 
 
 def _folder(answer: HostAnswer, folder: Folder, ranks: int) -> Iterator[CheckResult]:
     result, what = error, folder.problem
-    if not what and folder.free_bytes is not None and folder.free_bytes < LOW_DISK_BYTES:
-        full = folder.free_bytes < MIN_RECORD_BYTES
+    if not what and folder.free_bytes is not None and folder.free_bytes < checks.LOW_DISK_BYTES:
+        full = folder.free_bytes < checks.MIN_RECORD_BYTES
         result = error if full else warning
         what = f"the disk of {folder.path} {'is full' if full else 'is nearly full'}: {size(folder.free_bytes)} free"
-    what = what or too_few_files(folder, ranks, "ranks need")
+    what = what or checks.too_few_files(folder, ranks, "ranks need")
     if what:
         fix = f"ssh {shlex.quote(answer.host)} df -h {shlex.quote(folder.path)}"
         if folder.problem:

@@ -10,15 +10,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from gputrain_tui.recipe import model
 from gputrain_tui.recipe.form_fields import ENV, NODE_KEY, Field
-from gputrain_tui.recipe.model import (
-    LAUNCH_OPTIONS,
-    RANK_KEYS,
-    ClusterOptions,
-    NodeOptions,
-    ReportOptions,
-    SlurmOptions,
-)
 from gputrain_tui.recipe.source import override, parse
 from gputrain_tui.recipe.task_description import describe_task
 from gputrain_tui.recipe.values import check_env, inline_toml, parse_env, parse_gpus, parse_node_value, value_text
@@ -107,11 +100,11 @@ class Draft:
             *chosen,
             *of("task", foreign, "Task"),
             *self._node_fields(data),
-            *of("cluster", (*describe(ClusterOptions), ENV), "Cluster"),
-            *of("train", (launch[name] for name in LAUNCH_OPTIONS), "Cluster"),
-            *of("slurm", describe(SlurmOptions), "Slurm"),
+            *of("cluster", (*describe(model.ClusterOptions), ENV), "Cluster"),
+            *of("train", (launch[name] for name in model.LAUNCH_OPTIONS), "Cluster"),
+            *of("slurm", describe(model.SlurmOptions), "Slurm"),
             *of("train", loop.values()),
-            *of("report", describe(ReportOptions)),
+            *of("report", describe(model.ReportOptions)),
         ]
 
     def _field(self, data: Any, key: str, group: str, option: Option) -> Field:
@@ -133,7 +126,7 @@ class Draft:
         fields = []
         for index, node in enumerate(self.nodes(data)):
             before = saved[index] if index < len(saved) else {}
-            for option in (*describe(NodeOptions), ENV):
+            for option in (*describe(model.NodeOptions), ENV):
                 value = node.get(option.name)
                 fields.append(
                     Field(
@@ -210,7 +203,7 @@ class Draft:
         entry = nodes[int(node[1])]
         entry.pop(node[2], None)
         if text:
-            for rank_key in RANK_KEYS if node[2] in RANK_KEYS else ():
+            for rank_key in model.RANK_KEYS if node[2] in model.RANK_KEYS else ():
                 entry.pop(rank_key, None)
             entry[node[2]] = parse_node_value(node[2], text)
         self._put_nodes(nodes)
@@ -264,7 +257,9 @@ class Draft:
 
     def set_gpus(self, index: int, gpus: Sequence[int]) -> None:
         nodes = self.nodes()
-        nodes[index] = {key: value for key, value in nodes[index].items() if key not in RANK_KEYS} | {"gpus": [*gpus]}
+        nodes[index] = {key: value for key, value in nodes[index].items() if key not in model.RANK_KEYS} | {
+            "gpus": [*gpus]
+        }
         self.set_nodes(nodes)
 
     def set_nodes(self, nodes: Sequence[Mapping[str, Any]]) -> None:

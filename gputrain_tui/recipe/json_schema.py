@@ -12,18 +12,7 @@ from typing import Any
 
 import msgspec
 
-from gputrain_tui.recipe.model import (
-    CLUSTER_KEYS,
-    MAX_NAME_CHARS,
-    MAX_RANKS_PER_NODE,
-    PATTERNS,
-    RANK_KEYS,
-    ClusterOptions,
-    NodeOptions,
-    ReportOptions,
-    SlurmOptions,
-    train_options,
-)
+from gputrain_tui.recipe import model
 from gputrain_tui.recipe.task_description import describe_task
 from gputrain_tui.recipe.values import COMPUTED_VARIABLES, UUID, VARIABLE_NAME
 from trainer.contract.builtin_tasks import BUILT_IN
@@ -45,14 +34,14 @@ def recipe_schema(task: str = "") -> dict[str, Any]:
             "name": {
                 "description": "name of its runs; default: the file's name without suffix",
                 "type": "string",
-                "maxLength": MAX_NAME_CHARS,
+                "maxLength": model.MAX_NAME_CHARS,
                 "pattern": r"^(?=.*\S)[^\u0000-\u001f\u007f-\u00a0]+$",
             },
             "cluster": _cluster(),
-            "slurm": _table(SlurmOptions),
+            "slurm": _table(model.SlurmOptions),
             "train": _train(),
             "task": {"type": "object"},
-            "report": _table(ReportOptions),
+            "report": _table(model.ReportOptions),
         },
         "additionalProperties": False,
         "required": ["train"],
@@ -89,7 +78,7 @@ def _train() -> dict[str, Any]:
     loop = [option.name for option in describe(Training) if option.name != "task"]
     return {
         "type": "object",
-        "properties": {option.name: known[option.name] for option in train_options()},
+        "properties": {option.name: known[option.name] for option in model.train_options()},
         "additionalProperties": False,
         "if": _any_of(Script.__struct_fields__),
         "then": {
@@ -102,8 +91,8 @@ def _train() -> dict[str, Any]:
 
 
 def _cluster() -> dict[str, Any]:
-    cluster, node = _table(ClusterOptions), _table(NodeOptions)
-    places = {name: {"pattern": f"^(?:{pattern})$"} for name, (pattern, _) in PATTERNS.items()}
+    cluster, node = _table(model.ClusterOptions), _table(model.NodeOptions)
+    places = {name: {"pattern": f"^(?:{pattern})$"} for name, (pattern, _) in model.PATTERNS.items()}
     init_method = {"pattern": f"^(?:auto|env://|{TCP_URL}|{FILE_URL})$"}
     env = {
         "description": "environment variables of the ranks",
@@ -115,7 +104,7 @@ def _cluster() -> dict[str, Any]:
         "description": node["properties"]["gpus"]["description"],
         "anyOf": [
             {"enum": ["all", "free"]},
-            {"type": "integer", "minimum": 1, "maximum": MAX_RANKS_PER_NODE},
+            {"type": "integer", "minimum": 1, "maximum": model.MAX_RANKS_PER_NODE},
             {
                 "type": "array",
                 "minItems": 1,
@@ -130,11 +119,11 @@ def _cluster() -> dict[str, Any]:
     cluster["properties"]["init_method"] |= init_method
     spare = cluster["properties"]["spare"]["anyOf"]
     spare[1]["items"] |= places["host"]
-    spare[0] = {"type": "string", "pattern": f"^(?:{PATTERNS['host'][0]})?$"}  # an empty text is an empty list
+    spare[0] = {"type": "string", "pattern": f"^(?:{model.PATTERNS['host'][0]})?$"}  # an empty text is an empty list
     node["properties"]["gpus"] = gpus
-    node["oneOf"] = [{"required": [name]} for name in RANK_KEYS]
+    node["oneOf"] = [{"required": [name]} for name in model.RANK_KEYS]
     cluster["properties"]["nodes"] = {"type": "array", "minItems": 1, "items": node}
-    assert set(cluster["properties"]) == set(CLUSTER_KEYS)
+    assert set(cluster["properties"]) == set(model.CLUSTER_KEYS)
     return cluster
 
 

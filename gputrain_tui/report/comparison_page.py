@@ -6,17 +6,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from gputrain_tui.report import run_comparison
 from gputrain_tui.report.page import json_text, page_html
 from gputrain_tui.report.report_fields import StepPart
-from gputrain_tui.report.run_comparison import (
-    RecordedRun,
-    RunComparison,
-    block_loss,
-    block_time_ms,
-    change_text,
-    figure_title,
-    limit_result,
-)
 from gputrain_tui.report.step_blocks import StepBlocks
 from gputrain_tui.state.figures import mean_step_ms, samples_per_s
 
@@ -51,12 +43,12 @@ def block_curve(blocks: StepBlocks) -> BlockCurve:
     steps, of_samples, of_seconds = [], [], []
     rows: list[Values] = []
     for first, last, sums in blocks.numbered():
-        here, here_ms = sum(each.samples for each in sums), block_time_ms(sums)
+        here, here_ms = sum(each.samples for each in sums), run_comparison.block_time_ms(sums)
         steps.append((first + last) / 2)
         of_samples.append(samples + here / 2)
         of_seconds.append((time_ms + here_ms / 2) / 1e3)
         samples, time_ms = samples + here, time_ms + here_ms
-        rows.append((block_loss(sums), mean_step_ms(sums), samples_per_s(sums)))
+        rows.append((run_comparison.block_loss(sums), mean_step_ms(sums), samples_per_s(sums)))
     loss, step_ms, rate = zip(*rows, strict=True) if rows else ((), (), ())
     return BlockCurve(
         step=tuple(steps),
@@ -68,7 +60,7 @@ def block_curve(blocks: StepBlocks) -> BlockCurve:
     )
 
 
-def comparison_page(comparison: RunComparison, runs: Sequence[RecordedRun]) -> str:
+def comparison_page(comparison: run_comparison.RunComparison, runs: Sequence[run_comparison.RecordedRun]) -> str:
     """Return the page of a comparison of these runs."""
     compared = [
         ComparedRun(id=run.report.id, state=run.report.state, parts=run.report.parts, curve=block_curve(run.blocks))
@@ -78,12 +70,12 @@ def comparison_page(comparison: RunComparison, runs: Sequence[RecordedRun]) -> s
     data = json_text(
         {
             "comparison": comparison,
-            "titles": [figure_title(figure) for figure in comparison.figures],
+            "titles": [run_comparison.figure_title(figure) for figure in comparison.figures],
             "changes": [
-                [change_text(each, relative=figure.relative) for each in figure.differences]
+                [run_comparison.change_text(each, relative=figure.relative) for each in figure.differences]
                 for figure in comparison.figures
             ],
-            "results": [limit_result(limit) for limit in comparison.limits],
+            "results": [run_comparison.limit_result(limit) for limit in comparison.limits],
             "runs": compared,
             "loss_unit": unit,
         }

@@ -25,15 +25,8 @@ from trainer.distributed.store import (
     remove_store_file,
     wait_for_keys,
 )
+from trainer.host import reachability
 from trainer.host.addresses import InterfaceAddress, source_towards
-from trainer.host.reachability import (
-    CONNECT_TIMEOUT_S,
-    find_route,
-    listen_on_all_addresses,
-    outward_addresses,
-    resolve,
-    unreachable,
-)
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable with the interface to which gloo binds."""
@@ -106,9 +99,9 @@ def _probe_machine(
     probe_all: bool,
 ) -> Endpoint:
     """Choose this machine's address, publish it for all its ranks, and connect to every other machine."""
-    with listen_on_all_addresses() as listener:
+    with reachability.listen_on_all_addresses() as listener:
         port = int(listener.getsockname()[1])
-        own = outward_addresses()
+        own = reachability.outward_addresses()
         address = _requested_address(own, requested) if requested is not None else _address_towards_store(rdzv, own)
         if here == 0:
             candidates = [address] if address else own
@@ -139,11 +132,13 @@ def _find_root_address(
     wait: Wait,
 ) -> InterfaceAddress | None:
     """Publish an address at which rank 0's machine can be reached; return this machine's address on that route."""
-    if address is not None and rdzv.host is not None and (known := resolve(rdzv.host)):
+    if address is not None and rdzv.host is not None and (known := reachability.resolve(rdzv.host)):
         keys.compare_set("root_address", "", known)
         return address
     endpoint = msgspec.json.decode(_wait_for_key(keys, "root", root.host, wait), type=Endpoint)
-    route = find_route(endpoint.addresses, endpoint.port, own, max(min(CONNECT_TIMEOUT_S, wait.left_s), 0.1))
+    route = reachability.find_route(
+        endpoint.addresses, endpoint.port, own, max(min(reachability.CONNECT_TIMEOUT_S, wait.left_s), 0.1)
+    )
     if route is not None:
         keys.compare_set("root_address", "", route[0])
         return address or next((each for each in own if each.text == route[1]), None)
@@ -164,7 +159,7 @@ def _probe_all(keys: Store, machines: Sequence[RankMachine], here: int, wait: Wa
     }
     # Time-out of the connections between machines; enough for TCP to send its first packet three times.
     probe_timeout_s = 10.0
-    failed = unreachable(tried, max(min(probe_timeout_s, wait.left_s), 0.1))
+    failed = reachability.unreachable(tried, max(min(probe_timeout_s, wait.left_s), 0.1))
     keys.set(f"unreachable/{here}", _to_json(failed))
     if here != 0:
         return
@@ -242,6 +237,6 @@ def _interface_names() -> list[str]:
 
 def _address_towards_store(rdzv: RendezvousStore, own: Sequence[InterfaceAddress]) -> InterfaceAddress | None:
     """Return this machine's address on the route to the store's host; None if the route is the loopback interface."""
-    known = resolve(rdzv.host) if rdzv.host is not None else None
+    known = reachability.resolve(rdzv.host) if rdzv.host is not None else None
     source = source_towards(known) if known else None
     return next((each for each in own if each.text == source), None)

@@ -18,13 +18,7 @@ from gputrain_tui.history.recorded_recipe import recorded_table
 from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.lifecycle.saving_time import saving_time_s
-from gputrain_tui.plan.batch_script import (
-    excluded_by,
-    save_before_limit_s,
-    signal_before_limit_s,
-    successor_arguments,
-    with_signal,
-)
+from gputrain_tui.plan import batch_script
 from trainer.contract.errors import RequestError
 from trainer.contract.home_folder import expand_home
 from trainer.contract.record import Queued, RunDir, Step, decode_events, write_atomically
@@ -122,7 +116,9 @@ def go_on(
         return refused
     why = refused
     if before_s is not None:
-        submission = msgspec.structs.replace(submission, arguments=with_signal(submission.arguments, before_s))
+        submission = msgspec.structs.replace(
+            submission, arguments=batch_script.with_signal(submission.arguments, before_s)
+        )
         why = refused or f"saving needs the signal {before_s} s before the limit"
     try:
         number, note = submit_successor(run_dir, job, submission, lost)
@@ -170,13 +166,13 @@ def submit_successor(
     environ = slurm_commands.submitter_environment()
     note = _leaving_out(excluded)
     try:
-        arguments = successor_arguments(submission.arguments, after=job.number, excluded=hosts)
+        arguments = batch_script.successor_arguments(submission.arguments, after=job.number, excluded=hosts)
         number = slurm_commands.submit(arguments, submission.script, environ)
     except RequestError as error:
         if not hosts:
             raise
         # Too few nodes are left; one that failed may come back.
-        arguments = successor_arguments(submission.arguments, after=job.number)
+        arguments = batch_script.successor_arguments(submission.arguments, after=job.number)
         number = slurm_commands.submit(arguments, submission.script, environ)
         note = f"it may use {' and '.join(excluded)} again, because without: {error}"
     following = SlurmJob(
@@ -198,12 +194,12 @@ def _earlier_signal_s(run_dir: RunDir, submission: SlurmSubmission, saving_s: fl
 
     That is where saving took at most half of that time.
     """
-    asked_s = signal_before_limit_s(submission.arguments)
+    asked_s = batch_script.signal_before_limit_s(submission.arguments)
     measured_s = max(saving_s or 0.0, saving_time_s(run_dir) or 0.0)
     if asked_s is None or 2 * measured_s <= asked_s:
         return None
     limit = recorded_table(run_dir, "slurm").get("time")
-    wanted_s = save_before_limit_s(limit if isinstance(limit, str) else None, measured_s)
+    wanted_s = batch_script.save_before_limit_s(limit if isinstance(limit, str) else None, measured_s)
     return wanted_s if wanted_s > asked_s else None
 
 
@@ -219,5 +215,5 @@ def _leaving_out(hosts: Sequence[str]) -> str:
 
 def _joined(submission: SlurmSubmission | None, hosts: Sequence[str]) -> str:
     """Return hosts together with those that the recipe leaves out; empty without any of ours."""
-    given = excluded_by(submission.arguments) if submission is not None else []
+    given = batch_script.excluded_by(submission.arguments) if submission is not None else []
     return ",".join([*given, *hosts]) if hosts else ""
