@@ -65,11 +65,6 @@ BEST = "best_valid"
 """Column of the best validation, by the metric with which a run chooses its best checkpoint."""
 
 
-def _best_value(entry: Entry) -> Value:
-    best = entry[BEST]
-    return None if best is None else float(best["value"])
-
-
 def best_cell(entry: Entry) -> str:
     """Return the best validation with its step, such as ``accuracy 0.9120 at 300``; empty if the newest is as good."""
     best = entry[BEST]
@@ -89,7 +84,7 @@ RUN_COLUMNS: Mapping[str, FilterColumn[Entry]] = {
         _column("step", "step"),
         _column("loss", "loss"),
         _column("valid", "valid"),
-        FilterColumn(key=BEST, is_number=True, value=_best_value),
+        FilterColumn(key=BEST, is_number=True, value=lambda entry: entry[BEST] and float(entry[BEST]["value"])),
         _column("lr", "lr"),
         _column("tokens", "tokens"),
         _column("started", "started"),

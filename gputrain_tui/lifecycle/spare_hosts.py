@@ -104,7 +104,8 @@ class SpareHosts:
         for lost, spare in chosen.items():
             recipe = recipe_on(recipe, lost, spare)
             try:
-                inventory = _inventory(spare, local) if _needs_inventory(recipe, spare) else None
+                has_gpus = any(node.cpu_ranks is None for node in recipe.cluster.nodes if node.host == spare)
+                inventory = _inventory(spare, local) if has_gpus else None
                 plan = plan_on(plan, recipe, lost, spare, inventory=inventory, local=local)
                 if spare == first:
                     self._require_checkpoint(before, spare, local)
@@ -152,10 +153,6 @@ def _spare_of(error: CheckResult, plan: Plan, chosen: Mapping[str, str]) -> str 
         return error.host
     keys = {f"cluster.nodes[{node.node}].host": node.host for node in plan.nodes if node.host in spares}
     return keys.get(error.key)
-
-
-def _needs_inventory(recipe: Recipe, spare: str) -> bool:
-    return any(node.cpu_ranks is None for node in recipe.cluster.nodes if node.host == spare)
 
 
 def _inventory(spare: str, local: LocalFacts) -> Inventory:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from math import isfinite, nan
 
@@ -122,7 +122,7 @@ def run_charts(
     return msgspec.structs.replace(
         charts,
         curves=tuple(_curve(series, name, units[name], columns) for name in BAND_METRICS),
-        blocks=tuple(_block_parts(blocks)),
+        blocks=tuple(_parts_of(first, last, tuple(sums)) for first, last, sums in blocks.numbered()),
         lateness=_lateness(series, first, last, columns),
         metrics=tuple(_metric(metrics, name, (first, last), columns) for name in metrics.names[:MAX_METRICS]),
     )
@@ -148,11 +148,6 @@ def _metric(metrics: MetricCurves, name: str, span: tuple[int, int], columns: in
     window = metrics[name].window(min(columns, METRIC_COLUMNS), span)
     low, middle, high = (_rounded(values) for values in (window.low, window.middle, window.high))
     return StepCurve(name=name, unit="", middle=middle, low=low, high=high)
-
-
-def _block_parts(blocks: StepBlocks) -> Iterable[BlockParts]:
-    for first, last, sums in blocks.numbered():
-        yield _parts_of(first, last, tuple(sums))
 
 
 @lru_cache(maxsize=4 * MIN_BLOCKS)  # of a page that is drawn again and again, one block has changed

@@ -360,12 +360,8 @@ def _single(
     name: str, unit: str, runs: Sequence[RecordedRun], of: Callable[[RunReport], float | None], *, relative: bool
 ) -> FigureComparison:
     values = [of(run.report) for run in runs]
-    return FigureComparison(
-        name=name,
-        unit=unit,
-        relative=relative,
-        differences=tuple(_single_difference(values[0], other, relative=relative) for other in values[1:]),
-    )
+    differences = tuple(_single_difference(values[0], other, relative=relative) for other in values[1:])
+    return FigureComparison(name=name, unit=unit, relative=relative, differences=differences)
 
 
 def _single_difference(before: float | None, now: float | None, *, relative: bool) -> Difference:

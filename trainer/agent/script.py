@@ -143,13 +143,8 @@ def _run(assignment: RankAssignment, hidden: str | None) -> tuple[int, Failure |
             _hide_frames(error, hidden, set())
         sys.excepthook(type(error), error, error.__traceback__)
         where = innermost_user_line(error.__traceback__)
-        failure = failure_of(
-            error,
-            kind=kind_of(error),
-            message=lost_peer_text(error_line(error)) + (where and f" ({where})"),
-            rank=assignment.rank,
-            host=assignment.host,
-        )
+        text = lost_peer_text(error_line(error)) + (where and f" ({where})")
+        failure = failure_of(error, kind=kind_of(error), message=text, rank=assignment.rank, host=assignment.host)
         return ExitCode.FAILED, failure, getattr(error, "error_pid", None)
     return ExitCode.FINISHED, None, None
 

@@ -97,12 +97,8 @@ class StackRequests:
         if number in self._due and workers is not None and not workers.poll():
             self._due[number] = time.monotonic()
         else:
-            self._answer(
-                rank,
-                self._threads[number],
-                collectives=self._collectives.get(number, []),
-                workers=workers.stacks if workers is not None else [],
-            )
+            stacks = workers.stacks if workers is not None else []
+            self._answer(rank, self._threads[number], collectives=self._collectives.get(number, []), workers=stacks)
 
     def _answer(
         self,

@@ -178,15 +178,9 @@ class StartedRanks:
             device=self._device(local_rank),
         )
         log = assignment.log
+        log_size = 0 if log is None else size_of(log)
         before = self.ranks.get(member.rank)
-        rank = WorkerProcess(
-            assignment,
-            process,
-            connection,
-            0 if log is None else size_of(log),
-            stack_requests=connection,
-            by_script=True,
-        )
+        rank = WorkerProcess(assignment, process, connection, log_size, stack_requests=connection, by_script=True)
         if plan_rank not in self._groups:
             with contextlib.suppress(OSError):
                 parent.reports.send_bytes(STARTS_RANKS)

@@ -218,12 +218,9 @@ class FlopCount:
             self._counts = False
 
     def _event(self, flops: Mapping[NumberFormat, int], per_sample: float) -> record.ModelFlops:
-        event = record.ModelFlops(
-            time=time.time(),
-            rank=self._ctx.rank,
-            flops_per_sample=per_sample,
-            number_format=max(flops, key=flops.__getitem__),
-        )
+        most = max(flops, key=flops.__getitem__)
+        rank = self._ctx.rank
+        event = record.ModelFlops(time=time.time(), rank=rank, flops_per_sample=per_sample, number_format=most)
         if self._ctx.device.type == "cuda":
             gpu = torch.cuda.get_device_properties(self._ctx.device)
             event.device_name = gpu.name

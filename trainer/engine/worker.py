@@ -290,16 +290,8 @@ class _Rank:
     def _report_wait(self) -> None:
         if self.assignment.world_size == 1:
             return
-        self.writer.write(
-            record.Doing(
-                time=time.time(),
-                rank=self.assignment.rank,
-                step=(self.step() or 0) + 1,
-                part="group",
-                parts_done=0,
-                waited_ms=0.0,
-            )
-        )
+        now, rank, step = time.time(), self.assignment.rank, (self.step() or 0) + 1
+        self.writer.write(record.Doing(time=now, rank=rank, step=step, part="group", parts_done=0, waited_ms=0.0))
 
     def _report_missing(self, joined: list[int], missing: list[int], waited_ms: float) -> None:
         self.writer.write(record.Joining(time=time.time(), joined=joined, missing=missing, waited_ms=waited_ms))

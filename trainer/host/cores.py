@@ -65,12 +65,8 @@ def read_cpus() -> Cpus:
 
 def usable_cpus() -> Cpus:
     """Return the number of cores that this process may use, and what limits it; less to read than ``read_cpus``."""
-    return Cpus(
-        logical=os.cpu_count() or 1,
-        usable=usable_cores(),
-        quota_cores=cpu_quota(),
-        cpuset_cores=cpu_cgroup().cpuset_cores(),
-    )
+    logical, cpuset_cores = os.cpu_count() or 1, cpu_cgroup().cpuset_cores()
+    return Cpus(logical=logical, usable=usable_cores(), quota_cores=cpu_quota(), cpuset_cores=cpuset_cores)
 
 
 def usable_cores(local_ranks: int = 1) -> int:

@@ -304,7 +304,7 @@ class RunScreen(ChartScreen):
         self.grid.sort_next()
 
     def action_reverse(self) -> None:
-        self.grid.reverse_sort()
+        self.grid.sort_by(self.grid.sort_key)
 
     def action_one_of_each(self) -> None:
         if not self.grid.show_one_of_each():

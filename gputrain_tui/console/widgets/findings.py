@@ -362,15 +362,9 @@ class Findings(Panel, can_focus=True):
     def draw(self, width: int, height: int) -> list[Row]:
         entries, cursor = self._entries()
         none = "nothing was found" if self.live.over else "nothing to report: no rank stands out"
-        return draw_findings(
-            entries,
-            width,
-            height,
-            cursor=cursor,
-            opened=self._opened,
-            focused=self.has_focus,
-            none=none if self.live.caught_up else "",
-        )
+        none = none if self.live.caught_up else ""
+        focused = self.has_focus
+        return draw_findings(entries, width, height, cursor=cursor, opened=self._opened, focused=focused, none=none)
 
     def _entries(self) -> tuple[list[FindingEntry], int]:
         """Return the entries and the index of the one under the cursor; at first 0, the most urgent one."""

@@ -38,11 +38,6 @@ def wrap_command(node: PlannedNode, width: int, *, program: str = "") -> list[st
     return lines
 
 
-def shorten_program(program: str, width: int) -> str:
-    """Return a program's path, or only its name if the path takes more than a third of ``width``."""
-    return shell_quoted(program) if len(program) <= width // 3 else f"…/{PurePath(program).name}"
-
-
 def draw_plan(plan: Plan, width: int) -> list[Row]:
     """Return a plan as rows: table of nodes, then their commands; side by side from ``BESIDE_CELLS`` on."""
     nodes = _nodes(plan)
@@ -73,7 +68,8 @@ def _commands(plan: Plan, width: int) -> list[Row]:
     for node in plan.nodes:
         rows += [[]] if rows else []
         rows.append([(f"# node {node.node}, {printable(node.host)}", "dim")])
-        program = shorten_program(node.argv[0], width)
+        program = node.argv[0]  # only its name if the path takes more than a third of the width
+        program = shell_quoted(program) if len(program) <= width // 3 else f"…/{PurePath(program).name}"
         rows += [[(line, "base")] for line in wrap_command(node, max(width, 20), program=program)]
     return rows
 

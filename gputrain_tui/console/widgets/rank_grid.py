@@ -112,9 +112,6 @@ class RankGrid(Panel, can_focus=True):
         key = keys[(keys.index(self.sort_key) + 1) % len(keys) if self.sort_key in keys else 0]
         self.sort_by(key, descending=goes_down(key))
 
-    def reverse_sort(self) -> None:
-        self.sort_by(self.sort_key)
-
     def set_filter(self, text: str) -> None:
         """Show only the ranks that a filter line keeps.
 

@@ -134,12 +134,8 @@ class RootCauseCard(Panel):
         if failure is None or status not in ("failed", "running", "stopping", "lost"):
             return None
         self._read_log(failure)
-        return RootCause(
-            failure=failure,
-            log=self._log,
-            log_path=self._log_path,
-            other_ranks=other_ranks(self.live.state, failure.rank),
-        )
+        others = other_ranks(self.live.state, failure.rank)
+        return RootCause(failure=failure, log=self._log, log_path=self._log_path, other_ranks=others)
 
     def seen_version(self) -> object:
         return self.live.version, self.live.status

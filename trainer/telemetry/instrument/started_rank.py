@@ -52,13 +52,9 @@ def join(address: str, plan_pid: int, rank: int, world_size: int, *, at_once: bo
         return  # another group of the same process
     _asked_pid = os.getpid()
     # A launcher in the script sets both; otherwise they are those of the script's process.
-    local_rank = os.environ.get("LOCAL_RANK", "") if os.environ.get("RANK") == str(rank) and world_size > 1 else ""
-    member = GroupMember(
-        plan_pid=plan_pid,
-        rank=rank,
-        world_size=world_size,
-        local_rank=int(local_rank) if local_rank.isdecimal() else None,
-    )
+    given = os.environ.get("LOCAL_RANK", "") if os.environ.get("RANK") == str(rank) and world_size > 1 else ""
+    local_rank = int(given) if given.isdecimal() else None
+    member = GroupMember(plan_pid=plan_pid, rank=rank, world_size=world_size, local_rank=local_rank)
     if at_once:
         _ask(Path(address), member)
         return
