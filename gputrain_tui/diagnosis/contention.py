@@ -108,9 +108,7 @@ def _symptom(samples: Sequence[NodeSample], *, alone: bool, step: int, set_threa
         if median(of_threads) > median(waits):
             waits, who = of_threads, f"the busy threads of the {ranks} ranks on {newest.host} wait"
     share = median(waits)
-    if share < limit.CLEAR_SHARE * limit.MIN_CORE_WAIT_SHARE:
-        return None
-    if own + others < limit.MIN_THREAD_EXCESS * cores:
+    if share < limit.CLEAR_SHARE * limit.MIN_CORE_WAIT_SHARE or own + others < limit.MIN_THREAD_EXCESS * cores:
         return None
     taken = others >= limit.MIN_OTHERS_SHARE * cores
     used = f"{cores} core{'s' * (cores != 1)}"

@@ -180,8 +180,7 @@ class LiveRun:
         if not self.caught_up and not self._total_bytes:
             self._total_bytes = _size(self.run)
         while True:
-            events = self._source.poll(PORTION_BYTES)
-            self._apply(events)
+            self._apply(self._source.poll(PORTION_BYTES))
             self._steps.note(self.state, self.now(), live=self.caught_up)
             backlog = self._source.backlog_bytes
             self._read_bytes = max(self._total_bytes - backlog, self._read_bytes)

@@ -129,8 +129,7 @@ def _cluster() -> dict[str, Any]:
 
 def _table(schema: type[Any]) -> dict[str, Any]:
     _, components = msgspec.json.schema_components([schema], ref_template="{name}")
-    made = components[schema.__name__]["properties"]
-    return _table_of(describe(schema), made)
+    return _table_of(describe(schema), components[schema.__name__]["properties"])
 
 
 def _table_of(options: Sequence[Option], made: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

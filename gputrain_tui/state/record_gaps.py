@@ -83,9 +83,7 @@ def unwritable_finding(rank: int, host: str, error: str, step: int) -> Finding:
 
 def is_news(told: Finding, before: Finding | None, *, is_last: bool) -> bool:
     """Whether what a rank tells of its gap is to be recorded, after what was recorded before."""
-    if before is None:
-        return True
-    if (told.state, told.message, told.step) != (before.state, before.message, before.step):
+    if before is None or (told.state, told.message, told.step) != (before.state, before.message, before.step):
         return True
     if is_last:
         return told.evidence != before.evidence

@@ -170,8 +170,7 @@ class LanguageModel(Task):
 
     def datasets(self) -> Mapping[str, SizedDataset]:
         options = self.options
-        splits = text_splits(options)
-        texts, unit = self._tokens(splits)
+        texts, unit = self._tokens(text_splits(options))
         for split, text in texts.items():
             if len(text) > options.context:
                 continue

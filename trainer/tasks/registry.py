@@ -36,8 +36,7 @@ def load_task(name: str) -> type[Task]:
     Raises:
         RequestError: the name, file, module or class does not exist, or the class is not a ``Task``.
     """
-    target = BUILT_IN.get(name, name)
-    module_name, colon, attribute = target.rpartition(":")
+    module_name, colon, attribute = BUILT_IN.get(name, name).rpartition(":")
     if not colon or not attribute or not (module_name.endswith(".py") or re.fullmatch(r"\w+(\.\w+)*", module_name)):
         raise unknown_task(name)
     if name not in BUILT_IN and not module_name.endswith(".py"):
