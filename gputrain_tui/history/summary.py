@@ -53,39 +53,24 @@ def summarize(run: Run, *, now: float) -> dict[str, Any]:
     findings = status.findings if status.status in ENDED else marking(standing_findings(run.dir))
     is_lost = run.state not in ENDED and run.state != status.status
     tested = status.tested
-    return {
+    # What has the status's name is the status's value; the order is that of the keys.
+    return {name: getattr(status, name, None) for name in SUMMARY_KEYS} | {
         "id": run.id,
         "state": run.state,
-        "recipe": status.recipe,
-        "world_size": status.world_size,
         "step": step,
         "loss": loss,
         "valid": None if status.valid is None else float(status.valid),
         "best_valid": status.best_valid and msgspec.structs.asdict(status.best_valid),
         "lr": lr,
-        "tokens": status.tokens,
-        "steps_per_s": status.steps_per_s,
-        "samples_per_s": status.samples_per_s,
-        "tokens_per_s": status.tokens_per_s,
-        "mfu": status.mfu,
-        "noise_scale": status.noise_scale,
-        "started": status.started,
-        "ended": status.ended,
         "duration_s": None if is_lost or status.message == PLANNED else elapsed_of(status, now),
-        "exit_code": status.exit_code,
         "message": status.message or lost_text(run.dir, status) or None,
-        "failed_rank": status.failed_rank,
-        "failed_host": status.failed_host,
-        "failed_step": status.failed_step,
         "tested": tested and {name: getattr(tested, name) for name in ("split", "weights_step", "loss", "metrics")},
         "note": notes.note or None,
         "tags": list(notes.tags),
         "run_dir": str(run.dir.path),
         "metrics": {name: float(value) for name, value in status.metrics.items()},
-        "shares": status.shares,
         "finding": run_mark(findings) or None,
         "findings": [{name: getattr(finding, name) for name in FINDING_KEYS} for finding in findings],
         "loss_is_nan": loss is None and loss_is_nan(findings),
-        "restarts": status.restarts,
         "jobs": status.jobs or None,
     }

@@ -10,7 +10,6 @@ import msgspec
 from gputrain_tui.diagnosis.roll_up import newest_findings, past_lasting
 from gputrain_tui.report.report_fields import (
     FindingReport,
-    GpuCard,
     HostHardware,
     RankSummary,
     RunFacts,
@@ -26,7 +25,7 @@ from gputrain_tui.state.newest_metrics import newest_values
 from gputrain_tui.state.totals import PHASES, Totals
 from gputrain_tui.tables import duration
 from trainer.contract.outcome import RESTARTED
-from trainer.contract.record import NodeSample
+from trainer.contract.record import Finding
 
 
 def run_report(state: RunState, facts: RunFacts) -> RunReport:
@@ -96,30 +95,19 @@ def verdict(state: RunState, facts: RunFacts) -> Verdict:
         return Verdict(kind="failure", text=facts.message, is_problem=True, **who)  # type: ignore[arg-type]
     lasting = [each for each, stands in newest_findings(state) if each.severity != "info" and stands]
     if lasting:
-        worst = lasting[0]
-        return Verdict(
-            kind=worst.kind,
-            text=worst.message,
-            is_problem=True,
-            rank=worst.rank,
-            host=worst.host,
-            cause=worst.cause,
-            advice=worst.advice or None,
-        )
+        return _verdict_of(lasting[0], lasting[0].message)
     for longest, steps in past_lasting(state):
-        if longest.severity == "info":
-            continue
-        return Verdict(
-            kind=longest.kind,
-            text=f"{longest.message}; so it was for {steps:,} of {state.step:,} steps, until step {longest.step:,}",
-            is_problem=True,
-            rank=longest.rank,
-            host=longest.host,
-            cause=longest.cause,
-            advice=longest.advice or None,
-        )
+        if longest.severity != "info":
+            text = f"{longest.message}; so it was for {steps:,} of {state.step:,} steps, until step {longest.step:,}"
+            return _verdict_of(longest, text)
     largest = _largest_part(state)
     return msgspec.structs.replace(largest, text=largest.text + _outside_of_steps(state, facts.duration_s))
+
+
+def _verdict_of(finding: Finding, text: str) -> Verdict:
+    kind, rank, host, cause = finding.kind, finding.rank, finding.host, finding.cause
+    advice = finding.advice or None
+    return Verdict(kind=kind, text=text, is_problem=True, rank=rank, host=host, cause=cause, advice=advice)
 
 
 BOUND = {
@@ -197,18 +185,10 @@ def past_findings(state: RunState) -> list[FindingReport]:
                     msgspec.structs.replace(before, cleared=event.time, cleared_step=event.step, over_with=over_with)
                 )
             continue
-        standing[key] = FindingReport(
-            kind=event.kind,
-            severity=event.severity,
-            message=event.message,
-            time=event.time if before is None else before.time,
-            step=event.step if before is None else before.step,
-            rank=event.rank,
-            host=event.host,
-            cause=event.cause,
-            advice=event.advice or None,
-            evidence=dict(event.evidence),
-        )
+        raised = event if before is None else before
+        newest = msgspec.convert(event, FindingReport, from_attributes=True)
+        newest = msgspec.structs.replace(newest, time=raised.time, step=raised.step, advice=event.advice or None)
+        standing[key] = newest
     last = max((event.time for event in state.past_findings), default=0.0)
     for key, each in standing.items():
         over = restarted if restarted >= each.time else last
@@ -246,21 +226,9 @@ def _rank(view: RankView, late: Mapping[int, float], named: Mapping[int, Sequenc
 
 def _hosts(state: RunState) -> tuple[HostHardware, ...]:
     versions = {view.host: view.versions for view in state.ranks.values() if view.versions}
-    return tuple(_host(state.nodes[node], versions.get(state.nodes[node].host, {})) for node in sorted(state.nodes))
-
-
-def _host(sample: NodeSample, versions: dict[str, str]) -> HostHardware:
-    return HostHardware(
-        versions=versions,
-        host=sample.host,
-        node=sample.node,
-        cores=sample.cores,
-        machine_cores=sample.machine_cores,
-        memory_total_bytes=sample.memory_total_bytes,
-        gpus=tuple(
-            GpuCard(index=gpu.index, uuid=gpu.uuid, memory_total_bytes=gpu.memory_total_bytes) for gpu in sample.gpus
-        ),
-    )
+    samples = (sample for _, sample in sorted(state.nodes.items()))
+    hosts = (msgspec.convert(sample, HostHardware, from_attributes=True) for sample in samples)
+    return tuple(msgspec.structs.replace(host, versions=versions.get(host.host, {})) for host in hosts)
 
 
 def _finite(value: float | None) -> float | None:
