@@ -48,9 +48,9 @@ class RankView:
     device: str | None = None
     pid: int | None = None
     threads: int | None = None
+    """Threads on which torch computes on the CPU."""
     versions: dict[str, str] | None = None
     """Those of its host, if it is the host's first rank."""
-    """Threads on which torch computes on the CPU."""
     starts: int = 0
     message: str | None = None
     failure: Failure | None = None
