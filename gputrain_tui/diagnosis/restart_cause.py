@@ -12,25 +12,11 @@ ONCE: Final = "once"
 WILL_NOT_HEAL: Final = "will_not_heal"
 CauseClass = Literal["may_heal", "once", "will_not_heal"]
 """``may_heal``: another attempt follows; ``once``: it follows unless the same failure came before."""
+LOSSES_AND_ENDS = ("node_lost", "launch", "lost_peer", "silent", "network", "join_timeout", "stalled", "signal", "exit")
 CLASSES: dict[str, CauseClass] = {
-    "node_lost": MAY_HEAL,
-    "launch": MAY_HEAL,
-    "lost_peer": MAY_HEAL,
-    "silent": MAY_HEAL,
-    "network": MAY_HEAL,
-    "join_timeout": MAY_HEAL,
-    "stalled": MAY_HEAL,
-    "signal": MAY_HEAL,
-    "exit": MAY_HEAL,
-    "out_of_memory": MAY_HEAL,
-    "exception": ONCE,
-    "training": ONCE,
-    "non_finite": ONCE,
-    "checkpoint_lost": ONCE,
-    "left_early": ONCE,
-    "request": WILL_NOT_HEAL,
-    "refused": WILL_NOT_HEAL,
-    "run_directory": WILL_NOT_HEAL,
+    **dict.fromkeys((*LOSSES_AND_ENDS, "out_of_memory"), MAY_HEAL),
+    **dict.fromkeys(("exception", "training", "non_finite", "checkpoint_lost", "left_early"), ONCE),
+    **dict.fromkeys(("request", "refused", "run_directory"), WILL_NOT_HEAL),
 }
 """By kind of failure; an error of a device may heal, one of an import will not, whatever their kind is."""
 _IMPORT = re.compile(r"(?:^|: )(?:ImportError|ModuleNotFoundError|SyntaxError|IndentationError): ")

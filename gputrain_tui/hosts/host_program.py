@@ -17,21 +17,13 @@ from typing import Any
 
 from gputrain_tui.hosts.host_frames import FrameBuffer, HostFrame, RefusedCallError, frame
 
-FUNCTIONS = {
+MODULES = {
     "inventory": "inventory",
-    "facts": "node_facts",
-    "clock": "node_facts",
-    "route": "node_facts",
-    "token": "node_facts",
-    "listen": "node_facts",
-    "reach": "node_facts",
-    "release": "node_facts",
-    "free_port": "host_session",
-    "exists": "node_facts",
-    "node": "host_session",
-    "probe": "push_target",
-    "prepare": "push_target",
+    "node_facts": "facts clock route token listen reach release exists",
+    "host_session": "free_port node",
+    "push_target": "probe prepare",
 }
+FUNCTIONS = {name: module for module, names in MODULES.items() for name in names.split()}
 """Module of each function, in this package. A function takes this connection and the call's arguments."""
 LIFE_S = 120
 """Time without a frame after which this program ends: its connection is cut, and neither end was told. While a node
