@@ -181,29 +181,23 @@ def _conflicts(options: Training, task: BuiltInOptions | None, named: Named) -> 
     if options.strategy == "fsdp":
         yield from _of_sharding(options, task, named)
     if options.checkpoint_run and not (options.resume or options.eval_only):
-        yield (
-            "checkpoint_run",
-            f"needs {named('resume')} or {named('eval_only')}, the folder with that run's checkpoints",
-        )
+        why = f"needs {named('resume')} or {named('eval_only')}, the folder with that run's checkpoints"
+        yield "checkpoint_run", why
     yield from _of_batch_size(options, named)
     if options.curriculum and not options.shuffle:
         yield ("curriculum", f"is of shuffled data, and {named('shuffle')} is false: leave one of them out")
     if options.keep_last_epochs and not options.save_every_epochs:
         yield ("keep_last_epochs", f"keeps checkpoints of {named('save_every_epochs')}, and that is 0: give that too")
     if options.required_batch_size_multiple > 1 and not options.max_tokens:
-        yield (
-            "required_batch_size_multiple",
-            f"cuts the batches of {named('max_tokens')}: give that too, or leave it out",
-        )
+        why = f"cuts the batches of {named('max_tokens')}: give that too, or leave it out"
+        yield "required_batch_size_multiple", why
     if task is None:
         return
     if options.max_tokens and not task.has_sizes:
         yield ("max_tokens", f"needs the tokens of each sample, which {options.task} does not give")
     if options.activation_checkpointing and not options.eval_only and not task.has_checkpointed_modules:
-        yield (
-            "activation_checkpointing",
-            f"needs modules whose activations may be computed again, and {options.task} names none",
-        )
+        why = f"needs modules whose activations may be computed again, and {options.task} names none"
+        yield "activation_checkpointing", why
 
 
 def _of_sharding(options: Training, task: BuiltInOptions | None, named: Named) -> Iterator[tuple[str, str]]:
@@ -216,10 +210,8 @@ def _of_sharding(options: Training, task: BuiltInOptions | None, named: Named) -
     if options.batch_size == "balanced":
         yield ("batch_size", f"is balanced, which {named('strategy')} fsdp does not know: leave one of them out")
     if options.optimizer == "muon":
-        yield (
-            "optimizer",
-            f"muon needs whole matrices, which {named('strategy')} fsdp divides among the ranks: take adamw",
-        )
+        why = f"muon needs whole matrices, which {named('strategy')} fsdp divides among the ranks: take adamw"
+        yield "optimizer", why
     if task is not None and not task.has_repeated_block:
         yield ("strategy", f"fsdp divides a model by its repeated block, and that of {options.task} has none: take ddp")
 
@@ -272,10 +264,8 @@ def _of_optimizer(options: Training, named: Named) -> Iterator[tuple[str, str]]:
     if options.optimizer == "sgd" and options.nesterov and not options.momentum:
         yield ("nesterov", f"needs a {named('momentum')} above 0")
     if schedule == "step" and not options.lr_step_updates:
-        yield (
-            "lr_scheduler",
-            f"is step, which needs {named('lr_step_updates')}, the optimizer steps between two decays",
-        )
+        why = f"is step, which needs {named('lr_step_updates')}, the optimizer steps between two decays"
+        yield "lr_scheduler", why
     if len(options.lr) > 1 and schedule != "fixed":
         yield (
             "lr",
@@ -283,10 +273,8 @@ def _of_optimizer(options: Training, named: Named) -> Iterator[tuple[str, str]]:
             f"one: give one, or {named('lr_scheduler')} fixed",
         )
     if options.optimizer == "schedulefree_adamw" and options.ema_decay:
-        yield (
-            "ema_decay",
-            f"averages the weights, as {named('optimizer')} {options.optimizer} does itself: leave it out",
-        )
+        why = f"averages the weights, as {named('optimizer')} {options.optimizer} does itself: leave it out"
+        yield "ema_decay", why
     if options.optimizer == "schedulefree_adamw" and not options.adam_betas[0]:
         yield ("adam_betas", f"begins with 0, by which {named('optimizer')} {options.optimizer} divides: give more")
     if not (options.decay_norms or options.weight_decay):
@@ -316,10 +304,8 @@ def schedule_conflict(options: Training, end: int, *, ends_at: str, named: Named
     """Return the option that leaves a falling schedule no step to fall in before its ``end``, and why; None if none."""
     schedule = f"{named('lr_scheduler')} {options.lr_scheduler}"
     if end <= options.warmup_updates:
-        return (
-            "warmup_updates",
-            f"is {options.warmup_updates}, but {schedule} ends at {ends_at}; the warm-up must be shorter",
-        )
+        why = f"is {options.warmup_updates}, but {schedule} ends at {ends_at}; the warm-up must be shorter"
+        return "warmup_updates", why
     if end < options.warmup_updates + options.decay_updates:
         return (
             "decay_updates",
@@ -351,10 +337,8 @@ def _of_end(options: Training, task: BuiltInOptions | None, named: Named) -> Ite
             f"set {limits} too",
         )
     else:
-        yield (
-            "max_updates",
-            f"is 0, and nothing would end this training: set {limits}, or {named('patience')} or {named('min_lr')}",
-        )
+        why = f"is 0, and nothing would end this training: set {limits}, or {named('patience')} or {named('min_lr')}"
+        yield "max_updates", why
 
 
 def patience_conflict(options: Training, *, has_data: bool, named: Named = flag_of) -> str:
