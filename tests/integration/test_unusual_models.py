@@ -94,6 +94,13 @@ def test_a_mistake_in_a_task_is_one_line(task: str, message: str) -> None:
     assert done["error"].startswith(message)
 
 
+@pytest.mark.parametrize(("task", "is_told"), [("MeanAsMetric", True), ("MeanByHand", False)])
+def test_a_metric_that_is_a_mean_is_named(task: str, is_told: bool) -> None:
+    done = train_on(0, 1, f"refused_tasks:{task}", None, {"batch_size": (4,), "max_epochs": 1, "save": False})
+    assert done["error"] == ""
+    assert any(line.startswith("loss() seems to return the mean of mae:") for line in done["narration"]) is is_told
+
+
 def test_a_task_that_exits_has_not_trained(tmp_path: Path) -> None:
     task = f"{Path(__file__).parents[1] / 'support/refused_tasks.py'}:Exiting"
     done = train(tmp_path, "--task", task, "--max-updates", 2)
