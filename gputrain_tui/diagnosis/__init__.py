@@ -43,10 +43,10 @@ KINDS = frozenset((
 ))  # fmt: skip
 """Kinds of findings that this package raises; ``desync`` is also raised by ranks that compare themselves."""
 OTHER_KINDS = frozenset((
-    "checkpoint_lost", "data_changed", "host_silent", "metrics_left_out", "no_gradient", "no_process_group",
-    "non_finite_validation", "not_compared", "not_compiled", "not_diagnosed", "not_measured", "not_optimized",
-    "not_reported", "not_resumed", "port_taken", "recompiled", "record_incomplete", "requeued", "restarted",
-    "unused_parameters",
+    "checkpoint_lost", "data_changed", "host_silent", "metric_is_mean", "metrics_left_out", "no_gradient",
+    "no_process_group", "non_finite_validation", "not_compared", "not_compiled", "not_diagnosed", "not_measured",
+    "not_optimized", "not_reported", "not_resumed", "port_taken", "recompiled", "record_incomplete", "requeued",
+    "restarted", "unused_parameters",
 ))  # fmt: skip
 """Kinds that ranks, node agents and supervisors raise by themselves."""
 

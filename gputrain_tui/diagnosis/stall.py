@@ -88,7 +88,9 @@ def _stalls_among(
     ahead = max(view.attempt_step for view in running)
     left_behind = _left_behind(views, activity)
     running = [view for view in running if view.rank not in left_behind]
-    if finished := [view for view in views if view.state == "finished"]:
+    finished = [view for view in views if view.state == "finished"]
+    meet = all(kind != "no_process_group" for kind, _ in state.findings)  # else no rank waits for another
+    if finished and meet:
         if not ahead and not any(activity.works(view, now) for view in running):
             # Before any step, as where the process group is made.
             return [_left_symptom(view, shortest_s, limit.MIN_COMMON_STALL_S, ahead) for view in finished]
@@ -96,7 +98,8 @@ def _stalls_among(
         early = [view for view in finished if view.attempt_step < ahead and view.rank not in left_behind]
         threshold_s = _stall_threshold_s(state, running)
         return [] if threshold_s is None else [_left_symptom(view, shortest_s, threshold_s, ahead) for view in early]
-    missing = awaited_ranks(state, exclude=left_behind | (set(state.ranks) - {view.rank for view in views}))
+    others = set(state.ranks) - {view.rank for view in views}
+    missing = awaited_ranks(state, exclude=left_behind | others) if meet else []
     if missing:
         symptoms = []
         for view in missing:
@@ -106,7 +109,8 @@ def _stalls_among(
                 symptom = _behind_symptom(view, silent_s, threshold_s, ahead, alone=len(missing) == 1, held=held)
                 symptoms.append(replace(symptom, message=symptom.message + waiting_text(running, view)))
         return symptoms
-    learnt_s = _stall_threshold_s(state, running)
+    # Of ranks that never meet, the first step of one tells nothing about that of another.
+    learnt_s = _stall_threshold_s(state, running) if meet or all(view.attempt_step for view in running) else None
     if learnt_s is None:
         return _idle_symptoms(running, activity, now, state.silence_ended_at)
     busy = all(view.stage == "training" and busy_or_idle(view) == "busy" for view in running)
@@ -261,7 +265,8 @@ def _stopped_symptom(view: RankView, silence_s: float) -> Symptom:
 
 
 def _left_symptom(view: RankView, silence_s: float, threshold_s: float, ahead: int) -> Symptom:
-    after, at = (f"after step {view.attempt_step}", f", after step {ahead}") if ahead else ("before its first step", "")
+    after = f"after step {view.attempt_step}" if view.attempt_step else "before its first step"
+    at = f", after step {ahead}" if ahead else ""
     message = (
         f"rank {view.rank} has ended {after}, and the others have done no step for more than "
         f"{_whole_s(silence_s)} s{at}"

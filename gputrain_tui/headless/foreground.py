@@ -135,7 +135,8 @@ def follow(
                     refused = True
                     out.abandon()
                     if isinstance(out.error, BrokenPipeError):
-                        supervisor.terminate()  # a closed pipe ends the run, which saves first
+                        report("the reader of standard output has closed it, which stops the run")
+                        supervisor.terminate()  # saves first
                     else:
                         problem = f"cannot write standard output: {out.error.strerror}"
                         report(f"{problem}; the run continues and is recorded")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -34,7 +34,7 @@ from trainer.contract.fairseq_flags import NO_EFFECT, REFUSED
 from trainer.contract.option_rules import require_consistent, require_one_launcher
 from trainer.contract.options import Distributed, Script, Training
 from trainer.contract.rendezvous_url import parse_rendezvous_url
-from trainer.contract.schema import check, check_values, describe
+from trainer.contract.schema import Option, check, check_values, describe
 
 COMPUTED_FLAGS = {
     "distributed_init_method": "set cluster.init_method",
@@ -336,13 +336,16 @@ def _task_options(source: Source, task: str) -> tuple[Any, dict[str, Any]]:
             raise RequestError(f"{where} is for a task, but train.script runs a script; use train.args")
         return None, {}
     if task in BUILT_IN:
-        typed: Any = _check(options_schema(task) or Any, values, source, "task")
+        schema: Any = options_schema(task)
+        _refuse_training_options(source, values, describe(schema))
+        typed: Any = _check(schema, values, source, "task")
         return typed, _plain({name: getattr(typed, name) for name in values})
     try:
         options = describe_task(task)
     except RequestError as error:
         hint = "" if "No module named" not in str(error) else _import_path_hint(source)
         raise RequestError(f"{source.where(('train', 'task'))} is {quoted(task)}: {error}{hint}") from None
+    _refuse_training_options(source, values, options)
     given = check_values(
         options,
         values,
@@ -350,6 +353,14 @@ def _task_options(source: Source, task: str) -> tuple[Any, dict[str, Any]]:
         is_text=lambda name: source.is_text(("task", name)),
     )
     return None, _plain(given)
+
+
+def _refuse_training_options(source: Source, values: Collection[str], options: Iterable[Option]) -> None:
+    """Raise for the first key of ``[task]`` that is none of the task's options, but one of ``[train]``."""
+    own = {option.name for option in options}
+    for name in values:
+        if name not in own and name in {option.name for option in train_options()}:
+            raise RequestError(f"{source.where(('task', name))} is not known; it belongs in [train]")
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

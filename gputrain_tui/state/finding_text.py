@@ -61,6 +61,7 @@ WORDS = {
     "stalled": "stalled",
     "desync": "parameters differ",
     "no_process_group": "ranks never meet",
+    "metric_is_mean": "a metric divided twice",
     "record_incomplete": "the record is incomplete",
     "checkpoint_lost": "a checkpoint was not written",
     "other_thread": "a second thread not measured",

@@ -190,9 +190,10 @@ def test_json_whose_reader_goes_away_ends_the_run_once_it_is_saved(bench: Bench)
     os.close(writer)
     os.read(reader, 1)
     os.close(reader)
-    process.communicate(timeout=LIMIT_S)
+    _, err = process.communicate(timeout=LIMIT_S)
     run = bench.runs()[0]
     assert (process.returncode, run.state) == (141, "stopped")
+    assert "the reader of standard output has closed it, which stops the run\n" in err
     assert_nothing_is_left(run)
 
 

@@ -78,6 +78,36 @@ def test_an_optimizer_that_takes_no_sparse_gradients_is_refused_with_others_that
     assert "sgd or adagrad" in done["error"]
 
 
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("DatasetAlone", "RecordingTask.datasets() returned a TensorDataset, but must return a dict of datasets"),
+        ("MisnamedSplit", "RecordingTask.datasets() returned the split 'val', but splits are train, valid and test"),
+        ("LoaderAsSplit", "RecordingTask.datasets() returned a DataLoader as train: return its dataset; --batch-size"),
+        ("NoModule", "the task's model() returned a NoneType, but must return a torch.nn.Module"),
+        ("ForeignOptimizer", "the task's optimizer holds no parameter of the model, so that nothing would be trained"),
+        ("TextAsMetric", "RecordingTask.metrics() returned {'quality': 'high'}, but must return a dict of numbers"),
+    ],
+)
+def test_a_mistake_in_a_task_is_one_line(task: str, message: str) -> None:
+    done = train_on(0, 1, f"refused_tasks:{task}", None, {"batch_size": (4,), "max_epochs": 1, "save": False})
+    assert done["error"].startswith(message)
+
+
+@pytest.mark.parametrize(("task", "is_told"), [("MeanAsMetric", True), ("MeanByHand", False)])
+def test_a_metric_that_is_a_mean_is_named(task: str, is_told: bool) -> None:
+    done = train_on(0, 1, f"refused_tasks:{task}", None, {"batch_size": (4,), "max_epochs": 1, "save": False})
+    assert done["error"] == ""
+    assert any(line.startswith("loss() seems to return the mean of mae:") for line in done["narration"]) is is_told
+
+
+def test_a_task_that_exits_has_not_trained(tmp_path: Path) -> None:
+    task = f"{Path(__file__).parents[1] / 'support/refused_tasks.py'}:Exiting"
+    done = train(tmp_path, "--task", task, "--max-updates", 2)
+    assert (done.code, [event["message"] for event in done.events_of("failure")]) == (1, ["SystemExit: 0"])
+    assert "in datasets\n    raise SystemExit(0)" in (tmp_path / "logs/0.log").read_text()
+
+
 @pytest.mark.parametrize("when", ["", "training"])
 def test_a_parameter_that_forward_makes_is_refused_at_once(when: str) -> None:
     done = one_rank("LateParameter", task_options={"fault": when})

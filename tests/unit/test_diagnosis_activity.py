@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from test_diagnosis import SimulatedRun, balanced, starting, summaries
 
-from trainer.contract.record import Doing, Finding, NodeSample, RankSample, RankState
+from trainer.contract.record import Doing, Finding, NodeSample, RankSample, RankState, Step
 
 
 def watched(run: SimulatedRun, seconds: int, **values: Any) -> list[Finding]:
@@ -127,6 +127,17 @@ def test_a_rank_that_works_on_after_another_has_ended_without_steps_is_no_findin
     run = starting(2, "training")
     run.state.apply(RankState(time=run.now, rank=1, state="finished"))
     assert watched(run, 200, cpu_percent=30.0) == []
+
+
+def test_ranks_that_never_meet_do_not_wait_for_one_that_has_ended_but_one_that_hangs_alone_is_found() -> None:
+    run = starting(2, "training")
+    watched(run, 3)
+    run.state.apply(Finding(time=run.now, kind="no_process_group", message="the 2 ranks never meet"))
+    run.state.apply(Step(time=run.now, rank=0, step=32, epoch=2, steps=32, samples=512, loss=0.1, step_ms=10.0))
+    run.state.apply(RankState(time=run.now, rank=0, state="finished"))
+    assert watched(run, 40, cpu_percent=3.0) == [], "it still imports, slowly"
+    (found,) = watched(run, 300)
+    assert (found.kind, found.rank) == ("stalled", None)
 
 
 def test_where_the_record_s_disk_is_full_no_rank_is_called_stalled() -> None:

@@ -192,6 +192,7 @@ BASE = '[train]\ntask = "mnist"\n[task]\ndata = "d"\n'
         ("name = 3\n" + BASE, 'r.toml:1: name is 3, but name is text: write name = "3"'),
         (f'name = "{"x" * 101}"\n' + BASE, "r.toml:1: name has 101 characters; at most 100 are allowed"),
         (BASE.replace("[task]", 'data = "d"\n[task]'), "r.toml:3: train.data is not known; it belongs in [task]"),
+        (BASE + "lr = 0.1\n", "r.toml:5: task.lr is not known; it belongs in [train]"),
         (
             '[train]\ntask = "own.py:Own"\nwidth = 3\n',
             "r.toml:3: train.width is not known; an option of your own task belongs in [task]",

@@ -113,6 +113,16 @@ def test_the_help_of_a_flag_names_a_default_that_there_is() -> None:
         ("", "name=7", "--set name is 7, but name is text: write --set 'name=\"7\"'"),
         ("name = true", "", 'r.toml:1: name is true, but name is text: write name = "true"'),
         ("", "task.prompt=7", "--set task.prompt is 7, but must be text: write --set 'task.prompt=\"7\"'"),
+        (
+            "",
+            "task.pattern=7",
+            "--set task.pattern is 7, but must be a list of texts: write --set 'task.pattern=[\"7\"]'",
+        ),
+        (
+            '[cluster]\nspare = ["a", 7]',
+            "",
+            'r.toml:2: cluster.spare is [\'a\', 7], but must be a list of texts: write ["a","7"] with its quotes',
+        ),
     ],
 )
 def test_a_number_in_place_of_a_text_is_refused_with_the_quotes_to_write(text: str, setting: str, message: str) -> None:

@@ -281,11 +281,21 @@ def _is_allowed(option: Option, kind: str, value: Any) -> bool:
 
 def _refused(option: Option, value: Any, where: str) -> RequestError:
     guess = nearest(value, map(str, option.choices or option.words)) if isinstance(value, str) else ""
-    if option.kind == "str" and not (option.choices or option.or_kind) and isinstance(value, bool | int | float):
-        text = f'"{text_of(value).lower()}"'
+    items = value if option.kind == "list" and isinstance(value, list | tuple) else [value]
+    kind = option.item_kind or "str" if option.kind == "list" else option.kind
+    if kind == "str" and not (option.choices or option.or_kind) and _lack_quotes(items):
+        words = [item if isinstance(item, str) else text_of(item).lower() for item in items]
+        text = msgspec.json.encode(words if option.kind == "list" else words[0]).decode()
         setting = where.removeprefix("--set ")  # whose quotes a shell would take away
         guess = f": write {text} with its quotes" if setting == where else f": write --set '{setting}={text}'"
     return RequestError(f"{where} is {quoted(value)}, but must be {option.allowed}{guess}")
+
+
+def _lack_quotes(items: Sequence[Any]) -> bool:
+    """Whether numbers or truth values, alone or among texts, stand where texts are allowed."""
+    return any(not isinstance(item, str) for item in items) and all(
+        isinstance(item, str | bool | int | float) for item in items
+    )
 
 
 def _is_quoted(option: Option, value: Any) -> bool:

@@ -141,6 +141,8 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def require_trainable(model: nn.Module, options: Training) -> None:
     """Require parameters to train, all of known shape: none that the first batch would make; and an autocast of use."""
+    if not isinstance(model, nn.Module):
+        raise RequestError(f"the task's model() returned a {type(model).__name__}, but must return a torch.nn.Module")
     if not (parameters := trainable(model)):
         raise RequestError("the task's model has no parameter to train")
     if options.precision != "fp32" and {parameter.dtype for parameter in parameters} == {torch.float64}:

@@ -84,8 +84,14 @@ def evaluate(
     if not count:
         raise TrainingError("loss() returned a count of 0 for every batch of the split")
     summed = {name.removeprefix("metric:"): value for name, value in totals.items() if name.startswith("metric:")}
-    # Floats: a task may compute with tensors, which the record does not hold.
-    numbers = {name: float(value) for name, value in task.metrics(summed, count).items()}
+    given = task.metrics(summed, count)
+    try:
+        # Floats: a task may compute with tensors, which the record does not hold.
+        numbers = {name: float(value) for name, value in given.items()}
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        raise TrainingError(
+            f"{type(task).__name__}.metrics() returned {given!r:.100}, but must return a dict of numbers"
+        ) from None
     return Evaluation(loss=totals["loss"] / count, metrics=numbers)
 
 

@@ -32,6 +32,8 @@ class SampleBatches:
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
     problem: str = ""
     """Why they could not be read or computed; training raises the same error, if it has such a batch."""
+    means: list[str] = field(default_factory=list)
+    """Metrics that are the same for both, while the count doubles."""
 
 
 def read_sample_batches(task: Task, splits: Mapping[str, AnyDataset], *, num_workers: int) -> SampleBatches:
@@ -91,6 +93,14 @@ def check_loss(
     require_same_parameters(model, names)
     if batches.problem:
         reports.finding(ctx, "loss_not_checked", f"the loss of one sample cannot be computed: {batches.problem}")
+    if batches.means and type(task).metrics is Task.metrics:
+        # Not refused: of a loss that compares the samples of a batch, a sum may be the same, too.
+        text = (
+            f"loss() seems to return the mean of {listed(batches.means)}: the same for one sample and for that sample "
+            "twice, and the count divides it once more"
+        )
+        advice = "return sums over the batch (check_loss = False in the task leaves this check out)"
+        reports.finding(ctx, "metric_is_mean", text, severity="warning", advice=advice)
     return metrics
 
 
@@ -105,10 +115,16 @@ def _compare(
 
     metrics: tuple[str, ...] | None = None
     means: list[tuple[float, float]] = []
+    equal: set[str] = set()
+    unequal: set[str] = set()
     same = 0.01  # relative difference of losses that are taken as equal: bf16 has 8 bits
     for one, two in batches.pairs:
         single, count, sums = loss(one)
-        double, double_count, _ = loss(two)
+        double, double_count, double_sums = loss(two)
+        for name, value in sums.items() if double_count > 1.5 * count else ():
+            if value and math.isfinite(value):
+                is_same = math.isclose(double_sums.get(name, 0.0), value, rel_tol=same)
+                (equal if is_same else unequal).add(name)
         if metrics is None and count:
             try:
                 metrics = tuple(task.metrics(sums, count))
@@ -123,6 +139,7 @@ def _compare(
             f'and so has the same sample twice, with the count {count:g}: take reduction="sum", or multiply by the '
             "count (check_loss = False in the task leaves this check out)"
         )
+    batches.means = sorted(equal - unequal)
     return metrics
 
 

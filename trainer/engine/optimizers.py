@@ -73,11 +73,17 @@ def take_step(optimizer: Optimizer) -> None:
 
 
 def without_optimizer(optimizer: Optimizer, model: nn.Module) -> str:
-    """Describe the trained parameters that no group of the optimizer holds; empty if there are none."""
+    """Describe the trained parameters that no group of the optimizer holds; empty if there are none.
+
+    Raises:
+        RequestError: it holds none.
+    """
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     names = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in held]
     if not names:
         return ""
+    if len(names) == len(trainable(model)):
+        raise RequestError("the task's optimizer holds no parameter of the model, so that nothing would be trained")
     keeps = "it keeps its first values" if len(names) == 1 else "they keep their first values"
     return f"no group of the optimizer holds {listed(names)}: {keeps}"
 

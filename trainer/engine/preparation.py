@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from trainer import distributed
-from trainer.contract.errors import RequestError
+from trainer.contract.errors import RequestError, quoted
 from trainer.contract.option_rules import patience_conflict, require_consistent, require_end
 from trainer.contract.options import Training
 from trainer.data.batches import EpochBatches, EvalBatches
@@ -49,8 +50,26 @@ def read_splits(task: Task, options: Training, ctx: WorkerContext) -> Mapping[st
     """Read the task's data."""
     seed_all(options.seed)  # so that a random split is the same on all ranks, and in an evaluation
     splits = task.datasets()
+    _require_splits(f"{type(task).__name__}.datasets()", splits)
     reports.finding(ctx, "data_read", task.data_note())
     return splits
+
+
+def _require_splits(source: str, splits: object) -> None:
+    """Require datasets, and not their loaders, by the names of splits."""
+    if not isinstance(splits, Mapping):
+        raise RequestError(
+            f"{source} returned a {type(splits).__name__}, but must return a dict of datasets: train and, if there are "
+            "any, valid and test"
+        )
+    for split, dataset in splits.items():
+        if split not in ("train", "valid", "test"):
+            raise RequestError(f"{source} returned the split {quoted(split)}, but splits are train, valid and test")
+        if isinstance(dataset, DataLoader):
+            raise RequestError(
+                f"{source} returned a DataLoader as {split}: return its dataset; --batch-size, --num-workers and the "
+                "task's collate() make the batches"
+            )
 
 
 def read_data(task: Task, options: Training, ctx: WorkerContext) -> TrainingData:

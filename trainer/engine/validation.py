@@ -108,7 +108,7 @@ class Validator:
         else:
             return
         if self._ctx.rank == 0 and text:
-            reports.report_sample(self._ctx, text, step=step)
+            reports.report_sample(self._ctx, str(text), step=step)
 
 
 class BestWeights:

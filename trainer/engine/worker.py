@@ -92,7 +92,8 @@ class _Rank:
     def _run(self) -> int:
         try:
             outcome = self._train()
-        except Exception as error:  # noqa: BLE001  (any error is recorded and ends the run)
+        # Any error is recorded and ends the run, also a task's ``sys.exit``, which has not trained.
+        except (Exception, SystemExit) as error:  # noqa: BLE001
             failure = self._failure(error)
             self._end_failed(failure)
             distributed.shutdown(abort=True)  # without waiting for peers, which may be gone
@@ -336,7 +337,7 @@ class _Rank:
         done = self.step()
         return done + 1 if self._state == "training" and done is not None else None
 
-    def _failure(self, error: Exception) -> Failure:
+    def _failure(self, error: Exception | SystemExit) -> Failure:
         kind = _kind(error)
         explained = kind not in ("exception", "lost_peer", "out_of_memory")
         told = self._in_recipe_terms(text_of(error)) if explained else text_of(error)
@@ -410,7 +411,7 @@ def _own_options(kind: type[Task], spec: TrainingSpec) -> tuple[Any, list[str]]:
     return check(kind.Options, values, where=lambda name: flags.get(name, name)), notes
 
 
-def _kind(error: Exception) -> str:
+def _kind(error: Exception | SystemExit) -> str:
     kinds: dict[type[Exception], str] = {
         MachineNotReadyError: "refused",
         RequestError: "request",
