@@ -40,6 +40,8 @@ REASONS = (
 """Patterns of ssh's messages, in any case → explanation; the first match counts. A group is the name as ssh has it:
 that of a jump host, or of a ``HostName``."""
 
+SILENT = "ssh failed without a message, as where large packets are lost (an MTU on the way), or a link is very slow"
+"""Reason where ssh has ended a connection on which no answer to its ``ServerAliveInterval`` came."""
 OLD_PYTHON = "its python3 is {version}, but 3.10 or newer is needed"
 
 
@@ -55,7 +57,7 @@ def explain_failure(host: str, code: int, stderr: str) -> str:
                 names = (shlex.quote(printable(name)) for name in found.groups())
                 line = cut(printable(found.string), MAX_LINE_CELLS)
                 return reason.format(*names, host=printable(host), line=line)
-        return last or "ssh failed without a message"
+        return last or SILENT
     if code == 127 or "python3: command not found" in stderr:
         return "there is no python3"
     if version := re.search(r"python3 is (3\.\d+|2\.\d+)", stderr):
