@@ -124,6 +124,17 @@ def test_nodes_without_a_name_get_the_hosts_of_the_allocation_and_a_port_of_the_
         place_on_allocation(planned(2, 1), {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"})
 
 
+def test_hosts_that_are_not_in_the_job_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
+    text = "".join(f"[[cluster.nodes]]\nhost = '{host}'\ngpus = 1\n" for host in ("n1", "gpu8", "ada@gpu9"))
+    (result,) = SlurmLauncher().check(recipe(text), plan(recipe(text), {}, local=LOGIN))
+    assert (result.status, result.what) == ("error", "gpu8, gpu9 are not in job 7, which has n1")
+    text = "[slurm]\n[[cluster.nodes]]\ngpus = 1\n"
+    (result,) = SlurmLauncher().check(recipe(text), plan(recipe(text), {}, local=LOGIN))
+    assert result.status == "ok"
+
+
 @pytest.mark.parametrize(("reason", "known"), [("JobHeldUser", False), ("Resources", True)])
 def test_a_job_that_is_held_has_no_expected_start(reason: str, known: bool) -> None:
     line = f"JobId=12 JobState=PENDING Reason={reason} StartTime=2026-11-29T18:51:00 ExitCode=0:0"

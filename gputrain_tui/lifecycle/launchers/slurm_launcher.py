@@ -22,7 +22,7 @@ from gputrain_tui.hosts.host_names import address_of, is_pending
 from gputrain_tui.lifecycle.launchers.local_launcher import ChildProcess, LocalLauncher, LocalProcess, node_environment
 from gputrain_tui.plan.planner import Plan, PlannedNode, with_rendezvous
 from gputrain_tui.preflight.result import CheckResult, error, ok, warning
-from trainer.contract.errors import ExitCode, RequestError
+from trainer.contract.errors import ExitCode, RequestError, listed
 from trainer.contract.home_folder import expand_home
 from trainer.contract.record import RunDir, write_atomically
 from trainer.contract.record.regular_file import open_to_append
@@ -155,6 +155,12 @@ class SlurmLauncher(LocalLauncher):
             if slurm_commands.is_in_step() and (task := os.environ.get("SLURM_PROCID", "0")) != "0":
                 what = f"this is task {task} of a step {job}, each task of which would start a run of its own"
                 return [error("Slurm", what, "start gputrain without srun, or by srun --ntasks=1")]
+            given = [host for host, _ in slurm_commands.allocation()]
+            hosts = [address_of(node.host) for node in plan.nodes if not is_pending(node.host)]
+            if away := [host for host in dict.fromkeys(hosts) if host not in given]:
+                what = f"{listed(away)} {'is' if len(away) == 1 else 'are'} not {job}, which has {listed(given)}"
+                fix = 'name hosts of the job, or set cluster.launcher = "ssh"'
+                return [error("Slurm", what, fix, key="cluster.launcher")]
             if recipe.slurm is not None and recipe.slurm.requeue:
                 what = f"{job}, which is not put back into the queue: slurm.requeue is for a run that is submitted"
                 return [warning("Slurm", what, "type the command on a login node", key="slurm.requeue")]
