@@ -58,7 +58,7 @@ class Written(msgspec.Struct, kw_only=True):
 def _weights(args: Namespace, output: Path | None) -> int:
     if str(output) == STDOUT:
         raise RequestError(f"export: --to {args.to} is not written to standard output: name a path with -o PATH")
-    chosen = choose_checkpoint(args.named, args.checkpoint)
+    chosen = choose_checkpoint(args.named, args.checkpoint, here=True)
     output = output or Path((chosen.path.stem if chosen.run is None else chosen.run.id) + FORMATS[args.to].suffix)
     flags = [
         f"--to={args.to}",

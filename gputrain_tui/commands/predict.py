@@ -24,7 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Print the predictions; return the exit code."""
-    chosen = choose_checkpoint(args.named, args.checkpoint)
+    chosen = choose_checkpoint(args.named, args.checkpoint, here=True)
     source = recipe_of_checkpoint(chosen, args.named, args.recipe)
     with naming_the_folder_of(chosen.run if args.recipe is None else None):
         recipe = load_recipe(source, overrides=args.overrides)

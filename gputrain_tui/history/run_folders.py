@@ -255,7 +255,10 @@ def read_run(path: Path) -> Run | UnreadableRun | None:
     except RecordError as error:
         if not RUN_ID.match(path.name):
             return None
-        return UnreadableRun(dir=directory, problem=str(error).replace(str(directory.status), "status.json", 1))
+        problem = str(error).replace(str(directory.status), "status.json", 1)
+        if directory.agents.is_dir() and not directory.recipe.exists():
+            problem = "only the part of this host is here; the record is on the machine that started it"
+        return UnreadableRun(dir=directory, problem=problem)
     return Run(dir=directory, status=status, state=state_of(status))
 
 

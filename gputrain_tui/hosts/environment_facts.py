@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import importlib.machinery
 import importlib.util
+import itertools
 import json
 import os
 import re
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ class Environment:
     """Digest of the file of the user's task or script; empty for a built-in task, and where it is missing."""
     own_file: str = ""
     """Path of that file, also if it is missing; empty for a built-in task."""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """Digests of what ``files_beside`` returns for that file."""
     hiding: Sequence[str] = ()
     """Files beside the script that ``hiding_files`` returns."""
     data: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -79,7 +82,7 @@ def read_environment(
 
     ``start`` and ``shares`` are the arguments of ``start_problem`` and ``recorded_shares``, where rank 0 reads them.
     """
-    own = _own_file(f"{script}:", "") if is_module else _own_file(task, script)
+    own = own_file(task, script, is_module=is_module)
     trainer = _folder_of("trainer")
     torch = installed_torch()
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -94,6 +97,7 @@ def read_environment(
         open_files=None if open_files == resource.RLIM_INFINITY else open_files,
         own_code=digest(own) if own is not None and own.is_file() else "",
         own_file="" if own is None else str(own),
+        beside={} if own is None else files_beside(own),
         hiding=hiding_files(script, is_module=is_module) if script else (),
         data={name: size for name, value in options.items() if (size := _files_and_bytes(value)) is not None},
         data_problem=_data_problem(task, options) if trainer is not None else "",
@@ -137,6 +141,31 @@ def hiding_files(script: str, *, is_module: bool) -> list[str]:
             if hides:
                 files.append(str(path))
     return files
+
+
+def own_file(task: str, script: str, *, is_module: bool) -> Path | None:
+    """Return the file of the user's own task, script or module, which may be missing; None for a built-in task."""
+    return _own_file(f"{script}:", "") if is_module else _own_file(task, script)
+
+
+def files_beside(own: Path) -> dict[str, str]:
+    """Return the digest of each Python file of the own file's folder and its packages, by its path in that folder."""
+    most = 500  # of a folder that holds more than one project
+    found = {}
+    with contextlib.suppress(OSError):
+        for path in itertools.islice(_python_files(own.parent), most):
+            name = str(path.relative_to(own.parent))
+            if name.isprintable():  # as JSON and tables need it
+                found[name] = digest(path)
+    return found
+
+
+def _python_files(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".py" and path.is_file():
+            yield path
+        elif path.joinpath("__init__.py").is_file() and not path.is_symlink():
+            yield from _python_files(path)
 
 
 def digest(*files: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -23,20 +24,24 @@ SSH_FAILED = 255
 """Exit code of ssh when the connection fails; any other is the remote command's."""
 
 REASONS = (
-    (r"could not resolve hostname", "no such host: the name is not in DNS or ~/.ssh/config"),
+    (r"could not resolve hostname (\S+):", "no such host: {0} is not in DNS or ~/.ssh/config"),
     (r"connection refused", "it refuses connections: is sshd running there, and on this port?"),
     (r"no route to host|network is unreachable", "there is no route to it from here"),
     (r"timed out during banner|timed out waiting", "something listens there, but no ssh server answers"),
     (r"timed out", "it does not answer"),
-    (r"host identification has changed", "its host key has changed: if expected, `ssh-keygen -R {host}`"),
+    (r"host key for (\S+) has changed", "its host key has changed: if expected, `ssh-keygen -R {0}`"),
     (r"host key verification failed|host key is known", "its host key is not known yet: run `ssh {host}` once"),
-    (r"permission denied", "it refuses the key: `ssh {host} true` must work without a password"),
+    (r"permission denied", "it refuses the key: `ssh {host} true` must work without a password or passphrase"),
     (r"too many authentication failures", "it refuses the keys: name one with IdentityFile in ~/.ssh/config"),
-    (r"connection (closed|reset)|kex_exchange_identification|broken pipe", "it closed the connection"),
     (r"bad configuration option|can't open user config", "ssh rejects its configuration: {line}"),
+    (r"no such file or directory|not found", "its ProxyCommand fails: {line}"),
+    (r"connection (?:closed|reset)|kex_exchange_identification|broken pipe", "it closed the connection"),
 )
-"""Patterns of ssh's messages, in any case → explanation; the first match counts."""
+"""Patterns of ssh's messages, in any case → explanation; the first match counts. A group is the name as ssh has it:
+that of a jump host, or of a ``HostName``."""
 
+SILENT = "ssh failed without a message, as where large packets are lost (an MTU on the way), or a link is very slow"
+"""Reason where ssh has ended a connection on which no answer to its ``ServerAliveInterval`` came."""
 OLD_PYTHON = "its python3 is {version}, but 3.10 or newer is needed"
 
 
@@ -48,9 +53,11 @@ def explain_failure(host: str, code: int, stderr: str) -> str:
     last = cut(printable(lines[-1]), MAX_LINE_CELLS) if lines else ""
     if code == SSH_FAILED:
         for pattern, reason in REASONS:
-            if found := next((line for line in lines if re.search(pattern, line, re.IGNORECASE)), None):
-                return reason.format(host=printable(host), line=cut(printable(found), MAX_LINE_CELLS))
-        return last or "ssh failed without a message"
+            if found := next(filter(None, (re.search(pattern, line, re.IGNORECASE) for line in lines)), None):
+                names = (shlex.quote(printable(name)) for name in found.groups())
+                line = cut(printable(found.string), MAX_LINE_CELLS)
+                return reason.format(*names, host=printable(host), line=line)
+        return last or SILENT
     if code == 127 or "python3: command not found" in stderr:
         return "there is no python3"
     if version := re.search(r"python3 is (3\.\d+|2\.\d+)", stderr):

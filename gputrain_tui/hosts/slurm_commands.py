@@ -81,6 +81,12 @@ def is_requeued(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("SLURM_RESTART_COUNT", "0") != "0"
 
 
+def is_in_step(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is in a step, as of ``srun --pty bash``, which holds what the job has."""
+    step = environ.get("SLURM_STEP_ID", "")
+    return step.isdecimal() and int(step) < 0xFFFF_FFF0  # reserved: batch scripts and the shells of salloc
+
+
 def allocation(environ: Mapping[str, str] = os.environ) -> list[tuple[str, int | None]]:
     """Return the hosts of this process's allocation, each with its component of a heterogeneous job, if any."""
     if not environ.get("SLURM_JOB_ID"):
@@ -148,7 +154,8 @@ def parse_job(text: str) -> Job:
     reason = first.get("Reason", "None")
     starts = None
     with suppress(ValueError):
-        starts = time.mktime(time.strptime(first.get("StartTime", ""), "%Y-%m-%dT%H:%M:%S"))
+        if "held" not in reason.lower():  # such a job starts when somebody releases it
+            starts = time.mktime(time.strptime(first.get("StartTime", ""), "%Y-%m-%dT%H:%M:%S"))
     nodes = [line["NodeList"] for line in lines if line.get("NodeList") not in (None, "", "(null)")]
     return Job(
         number=int(first["JobId"]),
@@ -167,6 +174,12 @@ def lost_hosts(abbreviated: str) -> list[str]:
     """Return the hosts that are down or do not answer, of a list as Slurm abbreviates it."""
     argv = ["sinfo", "--noheader", "--Node", f"--nodes={abbreviated}", "--states=down,fail,no_respond", "--format=%N"]
     return sorted(set(_call(argv).split()))
+
+
+def drained_hosts(partition: str | None) -> list[str]:
+    """Return the hosts that are down or drained, of a partition or of all."""
+    argv = ["sinfo", "--noheader", "--Node", "--states=down,drained,draining,fail,maint,no_respond", "--format=%N"]
+    return sorted(set(_call(argv + ([f"--partition={partition}"] if partition else [])).split()))
 
 
 def cancel(number: int) -> None:

@@ -220,6 +220,10 @@ def describe_kept(run_dir: RunDir, nodes: Iterable[int]) -> str:
     silent = sorted(rank for outcome in outcomes for rank in outcome.unanswered)
     if silent:
         parts.append(f"without saving, because {ranks_text(silent)} did not answer")
+    killed = sorted(rank for outcome in outcomes for rank in outcome.killed)
+    if killed:
+        whose = "it saves" if len(killed) == 1 else "they save"
+        parts.append(f"without waiting for {ranks_text(killed)} beyond train.stop_grace: what {whose} may be lost")
     return "; ".join(parts)
 
 

@@ -155,9 +155,8 @@ def _plan_host(
         lines.append(f"code: {code} is shared with this machine; nothing to copy")
     else:
         transfers.append(Transfer(source=code, target=answer.workdir, files=files))
-        lines.append(
-            f"code: {len(files)} files of {code} to {answer.workdir}; data and files that git ignores are not copied"
-        )
+        number = f"{len(files)} files" if files else "no file"
+        lines.append(f"code: {number} of {code} to {answer.workdir}; data and files that git ignores are not copied")
     # An environment that contains its interpreter, as of conda and pyenv, needs no equal one on the host.
     same = sys.prefix == sys.base_prefix or answer.base == platform.python_version()
     same = same and answer.machine == platform.machine()
@@ -221,7 +220,8 @@ def _rsync(ssh: Ssh, host: str, transfer: Transfer) -> int:
         argv += ["--exclude=__pycache__"]
     else:
         argv += ["--files-from=-", "--from0"]
-    listed = b"" if transfer.files is None else b"\0".join(os.fsencode(name) for name in transfer.files)
+    # A name that begins with # would be a comment.
+    listed = b"" if transfer.files is None else b"\0".join(os.fsencode(f"./{name}") for name in transfer.files)
     try:
         done = subprocess.run(
             [*argv, f"{transfer.source}/", f"env:{transfer.target}/"], input=listed, capture_output=True
@@ -230,26 +230,45 @@ def _rsync(ssh: Ssh, host: str, transfer: Transfer) -> int:
         raise PushError(f"rsync cannot be run here: {error.strerror}") from None
     if done.returncode:
         lines = [text for text in done.stderr.decode("utf-8", "replace").splitlines() if text.strip()]
-        raise PushError(f"{host}: rsync of {transfer.source}: {lines[0] if lines else f'exit code {done.returncode}'}")
+        # rsync may lose the host's message: 11 is an error of its files.
+        code = f"exit code {done.returncode}{', as of a full disk there' if done.returncode == 11 else ''}"
+        raise PushError(f"{host}: rsync of {transfer.source}: {lines[0] if lines else code}")
     sent = next((text for text in done.stdout.decode().splitlines() if text.startswith("Total bytes sent:")), "0")
     return int("".join(filter(str.isdigit, sent)) or 0)
 
 
 def code_files(folder: Path, data: set[Path]) -> Iterator[str]:
     """Yield the files of a folder without data and caches, relative to it; in a git repository the unignored ones."""
-    listed = subprocess.run(
-        ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"], capture_output=True
-    )
-    if listed.returncode == 0:
-        names = [os.fsdecode(name) for name in listed.stdout.split(b"\0") if name]
-    else:
-        names = [str(Path(parent, file).relative_to(folder)) for parent, _, files in os.walk(folder) for file in files]
-    for name in sorted(set(names)):
+    for name in sorted(set(_listed(folder))):
         parts = Path(name).parts
         path = folder / name
         if parts[0] in DATA or set(CACHES) & set(parts) or not (path.is_file() or path.is_symlink()):
             continue
         if not any(path.resolve().is_relative_to(kept) for kept in data):
+            yield name
+
+
+def _listed(folder: Path) -> Iterator[str]:
+    """Yield all files of a folder; in a git repository the unignored ones, those of repositories within it too."""
+    command = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, capture_output=True, env=os.environ | {"LC_ALL": "C"})
+        code, why = listed.returncode, listed.stderr.decode("utf-8", "replace").strip().partition("\n")[0]
+    except OSError as error:
+        git = any((each / ".git").exists() for each in (folder, *folder.parents))
+        code, why = 1, str(error.strerror) if git else "not a git repository"
+    if code and "not a git repository" not in why:
+        raise PushError(f"git cannot list the files of {folder} that are not ignored: {why}")
+    if code:
+        for parent, folders, files in os.walk(folder):
+            links = [name for name in folders if Path(parent, name).is_symlink()]
+            yield from (str(Path(parent, name).relative_to(folder)) for name in files + links)
+        return
+    for name in map(os.fsdecode, filter(None, listed.stdout.split(b"\0"))):
+        inner = folder / name
+        if (inner / ".git").exists() and not inner.is_symlink():  # git lists only the folder of another repository
+            yield from (str(Path(name, file)) for file in _listed(inner))
+        else:
             yield name
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from gputrain_tui.history.recorded_recipe import recorded_table
 from gputrain_tui.history.run_folders import Run, find, newest_runs, open_run, parent_of
 from gputrain_tui.history.status_file import read_status
-from gputrain_tui.lifecycle.remote_nodes import remote_node
+from gputrain_tui.lifecycle.remote_nodes import path_with_host, remote_node
 from trainer.contract.checkpoint_trailer import owner_of
 from trainer.contract.errors import RequestError, nearest, quoted
 from trainer.contract.record import RunDir, checkpoint_to_resume, recorded_checkpoints
@@ -61,12 +61,13 @@ class ChosenCheckpoint:
     """Whether it is a folder of ``torch.distributed.checkpoint``."""
 
 
-def choose_checkpoint(named: str, which: str | None) -> ChosenCheckpoint:
+def choose_checkpoint(named: str, which: str | None, *, here: bool = False) -> ChosenCheckpoint:
     """Return a checkpoint of a run, or the one in a file.
 
     Args:
         named: a run (an id, a prefix of one, or ``last``, the last one that trained), or a checkpoint's file.
         which: of a run: ``best``, ``newest``, or the name of a file; None for the best, or the newest without a best.
+        here: whether it is read on this machine, and not by the hosts of the run.
 
     Raises:
         RequestError: there is no such run, file or checkpoint.
@@ -92,6 +93,9 @@ def choose_checkpoint(named: str, which: str | None) -> ChosenCheckpoint:
     if newest is None:
         raise RequestError(describe_missing_checkpoint(run))
     newest = newest.absolute()
+    if here and remote_node(run.dir, 0) is not None and not (last := recorded_checkpoints(run.dir)[-1]).exists():
+        where = path_with_host(run.dir, 0, str(last))
+        raise RequestError(f"the checkpoints of {run.id} are on its first host: copy {where} here, and name that file")
     run_id = run_named_by(run.dir, newest)
     folder = next(
         (each for each in run_folders(run.dir, run_ids(run.dir)) if newest in (each.path, each.to_resume)), None

@@ -67,6 +67,8 @@ class HostAnswer(msgspec.Struct, kw_only=True):
     facts: HostFacts | None = None
     problem: str = ""
     """Reason why there are no facts, in one line."""
+    changed: tuple[str, ...] = ()
+    """Files of code that are not as on this machine, where both have the same folder."""
     clock_offset_s: float = 0.0
     """Lead of its clock over this machine's; negative if it is behind."""
     round_trip_s: float = 0.0
@@ -83,6 +85,11 @@ class HostAnswer(msgspec.Struct, kw_only=True):
     """Whether the token beside the rendezvous file is visible on it; None if no token was written."""
     unreachable: Mapping[int, str] = msgspec.field(default_factory=dict)
     """Address and reason for each node that it cannot reach, in one text."""
+
+
+def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """Return the files of code that both have, by their digests with different contents."""
+    return sorted(name for name, content in one.items() if other.get(name, content) != content)
 
 
 def address_for_name(answers: Sequence[HostAnswer]) -> str:
@@ -194,6 +201,11 @@ class _Collection:
         self._routes: dict[int, _Route] = {}
         self._file, self._host, self._port = rendezvous_of(plan)
         self._first = FirstAnswers(0)
+        script = recipe.script
+        own = environment_facts.own_file(
+            recipe.train.task, script.script if script is not None else "", is_module=bool(script and script.module)
+        )
+        self._code = {} if own is None else environment_facts.files_beside(own)
         self._token = str(self._file.with_name(f".gputrain-{secrets.token_hex(8)}")) if self._file else ""
 
     def run(self, nodes: Sequence[PlannedNode], problems: Mapping[str, str]) -> tuple[HostAnswer, ...]:
@@ -256,7 +268,10 @@ class _Collection:
             },
         )
         require_addresses(facts.addresses, facts.probe_port)
-        self._answers[node.node] = HostAnswer(node=node.node, host=node.host, is_local=on_this_machine, facts=facts)
+        answer = HostAnswer(node=node.node, host=node.host, is_local=on_this_machine, facts=facts)
+        if facts.environment is not None and node.workdir in (None, "", str(Path.cwd())):
+            answer.changed = tuple(differing(self._code, facts.environment.beside))
+        self._answers[node.node] = answer
 
     def _write_token(self, node: PlannedNode) -> None:
         if not self._channels[node.node].call("token", WRITTEN, token=self._token):

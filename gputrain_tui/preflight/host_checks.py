@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
@@ -14,7 +15,7 @@ from gputrain_tui.hosts.inventory import Inventory
 from gputrain_tui.hosts.machine_facts import Folder
 from gputrain_tui.plan.planner import Plan, PlannedNode
 from gputrain_tui.preflight import checks
-from gputrain_tui.preflight.collect_hosts import HostAnswer, HostFacts, address_for_name
+from gputrain_tui.preflight.collect_hosts import HostAnswer, HostFacts, address_for_name, differing
 from gputrain_tui.preflight.facts import SHARES_FIX, START_CHECKS, START_FIXES, PreflightFacts
 from gputrain_tui.preflight.result import CheckResult, error, ok, warning
 from gputrain_tui.recipe.model import Recipe
@@ -234,6 +235,8 @@ def _same_machine(second: Mapping[int, tuple[HostAnswer, HostAnswer]]) -> Iterat
 
 def _differences(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> Iterator[CheckResult]:
     """Compare versions, code and data of the ranks with those of the first host that has the trainer."""
+    for answer in answers:
+        yield from _changed(recipe, answer, answer.changed, "this machine")
     environments = [(answer, answer.facts.environment) for answer in answers if answer.facts is not None]
     hosts = [
         (answer, environment) for answer, environment in environments if environment is not None and environment.code
@@ -256,11 +259,23 @@ def _differences(recipe: Recipe, plan: Plan, answers: Sequence[HostAnswer]) -> I
             name = "script" if recipe.script is not None else "task"
             what = f"{other.own_file} differs: {one.own_code} on {first.host}, {other.own_code} on {answer.host}"
             results.append(_error(answer, name, what, _push(recipe), f"train.{name}"))
+        beside = [name for name in differing(one.beside, other.beside) if name != Path(other.own_file).name]
+        results += _changed(recipe, answer, beside, first.host)
         results += _data(recipe, first, one, answer, other)
     yield from results
     if not results:
         torch = f", torch {one.torch.version}" if one.torch.version else ""
         yield ok("versions", f"Python {one.python}{torch}, and the same code on {len(hosts)} hosts")
+
+
+def _changed(recipe: Recipe, answer: HostAnswer, files: Sequence[str], host: str) -> Iterator[CheckResult]:
+    """Warn of code that differs from that of a host: it may have files of its own, which nothing imports."""
+    most = 3  # files that are named
+    names = listed([*files[:most], *([f"{len(files) - most} more"] if len(files) > most else [])])
+    if files:
+        what = f"{names} {'is' if len(files) == 1 else 'are'} not as on {host}"
+        key = f"train.{'script' if recipe.script is not None else 'task'}"
+        yield warning("code", what, _push(recipe), key=key, host=answer.host)
 
 
 def _versions(*, on_gpus: bool, nccl: bool) -> list[tuple[str, Callable[[Environment], str | None]]]:

@@ -86,6 +86,10 @@ def _build(source: Source, overrides: Sequence[str]) -> Recipe:
     if slurm is not None and slurm.requeue and script is None and not train.save:
         where = source.where(("slurm", "requeue"))
         raise RequestError(f"{where} goes on from a checkpoint, but train.save is false: keep one")
+    for word in () if slurm is None else slurm.extra:
+        if re.match(r"--(array|wait|wrap|test-only)(=|$)|-[aW]", word):
+            where = source.where(("slurm", "extra"))
+            raise RequestError(f"{where} has {quoted(word)}, but a run is one job, which is followed: remove it")
     _check_spare(cluster, source)
     _check_restart_keys(cluster, slurm, source)
     if script is None:

@@ -382,9 +382,9 @@ def test_a_host_that_refuses_the_login_is_one_line_without_a_prompt(lab: SshLab)
     finally:
         config.write_text(before)
     assert {host: [each["what"] for each in lines] for host, lines in found.items()} == {
-        "moved": ["its host key has changed: if expected, `ssh-keygen -R moved`"],
-        "stranger": ["it refuses the key: `ssh stranger true` must work without a password"],
-        "locked": ["it refuses the key: `ssh locked true` must work without a password"],
+        "moved": ["its host key has changed: if expected, `ssh-keygen -R h5`"],
+        "stranger": ["it refuses the key: `ssh stranger true` must work without a password or passphrase"],
+        "locked": ["it refuses the key: `ssh locked true` must work without a password or passphrase"],
     }
     assert (code, ran, stdout) == (3, 3, "")
     assert [host for host in names if f"{host}: it" not in stderr] == []

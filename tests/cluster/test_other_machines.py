@@ -160,7 +160,7 @@ def problem(host: str, ssh: Ssh, *, timeout_s: float = 20) -> str:
 
 def test_a_refused_key_is_reported_with_the_command_that_must_work(server: SshServer, ssh: Ssh) -> None:
     name = server.host("refused", key="stranger")
-    assert problem(name, ssh) == "it refuses the key: `ssh refused true` must work without a password"
+    assert problem(name, ssh) == "it refuses the key: `ssh refused true` must work without a password or passphrase"
 
 
 def test_an_unknown_and_a_changed_host_key_get_different_messages(server: SshServer, ssh: Ssh) -> None:
@@ -168,7 +168,7 @@ def test_an_unknown_and_a_changed_host_key_get_different_messages(server: SshSer
         "its host key is not known yet: run `ssh unknown` once"
     )
     assert problem(server.host("moved", alias="changed"), ssh) == (
-        "its host key has changed: if expected, `ssh-keygen -R moved`"
+        "its host key has changed: if expected, `ssh-keygen -R changed`"
     )
     assert "nobody" not in (server.folder / "known_hosts").read_text(), "it was not confirmed for the person"
 

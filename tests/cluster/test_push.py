@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -44,7 +45,11 @@ def fill(lab: SshLab) -> None:
     (code / ".gitignore").write_text("*.tmp\n")
     (code / "recipe.toml").write_text(recipe(["gpu1", "gpu2"], [1, 1]))
     (code / "two.toml").write_text(blocks("ssh", "toml")[0])
-    subprocess.run(["git", "init", "-q", code], check=True)
+    (code / "#odd").touch()
+    (code / "library").mkdir()  # as a submodule, or another project that was cloned here
+    (code / "library" / "part.py").touch()
+    for repository in (code, code / "library"):
+        subprocess.run(["git", "init", "-q", repository], check=True)
     lab.hosts[0].run(sys.executable, "-m", "venv", "--without-pip", lab.disk / "env")
     packages = disk / "env" / Path(sysconfig.get_paths()["purelib"]).relative_to(sys.prefix)
     # Everybody sees the packages of the tests; what is under test is the environment that leads to them.
@@ -67,13 +72,16 @@ def test_the_three_commands_of_the_page_about_ssh_lead_from_empty_disks_to_train
     code = lab.disk / "code"
     for host in ("gpu1", "gpu2"):
         assert (
-            f"{host}: code: 6 files of {code} to {code}; data and files that git ignores are not copied\n"
+            f"{host}: code: 8 files of {code} to {code}; data and files that git ignores are not copied\n"
             in done.stdout
         )
         assert f"{host}: environment: {lab.disk}/env by rsync to the same path\n" in done.stdout
     for host in lab.hosts[1:3]:
-        there = {path.name for path in (lab.disk_of(host) / "code").iterdir()}
-        assert there == {"tiny_task.py", "host_task.py", "data_elsewhere", "recipe.toml", "two.toml", ".gitignore"}
+        there = lab.disk_of(host) / "code"
+        assert {str(path.relative_to(there)) for path in there.rglob("*") if path.is_file()} == {
+            "tiny_task.py", "host_task.py", "data_elsewhere", "recipe.toml", "two.toml", ".gitignore", "#odd",
+            "library/part.py",
+        }  # fmt: skip
     done = run_gputrain(lab, *commands[1][1:])
     assert done.returncode == 0, done.stdout
     done = run_gputrain(lab, *commands[2][1:])
@@ -99,7 +107,7 @@ def test_a_second_push_brings_what_has_changed_and_keeps_what_is_only_there(lab:
 @pytest.mark.parametrize(
     ("words", "code", "line"),
     [
-        (["--hosts", "gpu1,nowhere"], 3, "nowhere: no such host: the name is not in DNS or ~/.ssh/config"),
+        (["--hosts", "gpu1,nowhere"], 3, "nowhere: no such host: nowhere is not in DNS or ~/.ssh/config"),
         (
             ["--hosts", "gpu3"],
             3,
@@ -115,3 +123,16 @@ def test_a_push_that_cannot_be_is_one_line(lab: SshLab, words: list[str], code: 
     assert done.stderr.startswith(f"gputrain: {line}")
     assert done.stderr.count("\n") == 1
     assert not list(lab.disk_of(lab.hosts[0]).glob("code/.gputrain-*"))
+
+
+def test_a_push_from_a_folder_whose_git_cannot_tell_what_it_ignores_is_refused_with_gits_reason(lab: SshLab) -> None:
+    code = lab.disk_of(lab.hosts[0]) / "code"
+    os.chown(code, 1000, 1000)  # as in a container that runs as root
+    try:
+        done = run_gputrain(lab, "push", "--hosts", "gpu1")
+    finally:
+        os.chown(code, 0, 0)
+    assert (done.returncode, done.stdout) == (3, "")
+    why = "that are not ignored: fatal: detected dubious ownership in repository at"
+    assert done.stderr.startswith(f"gputrain: git cannot list the files of {lab.disk}/code {why}")
+    assert done.stderr.count("\n") == 1

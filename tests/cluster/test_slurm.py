@@ -389,6 +389,16 @@ def test_one_recipe_trains_from_the_login_node_and_inside_an_allocation(user: Sl
     }
 
 
+def test_a_run_that_is_typed_in_a_step_starts_once_and_does_not_wait_for_that_step(user: SlurmUser) -> None:
+    """As in ``srun --pty bash``, whose step holds all that the job has."""
+    words = user.words("run", "torch_free.toml", "--set", 'train.args=["3"]')
+    done = user.cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", *words, cwd=user.folder, check=False)
+    assert done.returncode == 3
+    (refused,) = [line for line in done.stderr.splitlines() if "this is task 1 of a step in job " in line]
+    assert refused.endswith("start gputrain without srun, or by srun --ntasks=1")
+    assert user.status()["status"] == "finished"
+
+
 SAVES = """\
 import signal, sys
 import torch_free_rank
@@ -750,6 +760,17 @@ def test_a_refusal_of_slurm_or_a_node_is_reported_verbatim(user: SlurmUser, sett
         assert int(failed[1]) == int(failed[2]) + 1
     assert bool(failed) == setting.startswith("cluster.")
     assert not user.cluster.run("squeue", "--noheader").stdout
+
+
+def test_a_job_that_waits_for_a_drained_node_is_not_refused(user: SlurmUser) -> None:
+    cluster = user.cluster
+    cluster.run("scontrol", "update", "NodeName=n2,n3", "State=DRAIN", "Reason=a disk is changed")
+    try:
+        done = user.run("check", "torch_free.toml")
+    finally:
+        cluster.run("scontrol", "update", "NodeName=n2,n3", "State=RESUME")
+        cluster.wait_idle()
+    assert "configuration is not available; the job may wait for n2, n3, down or drained" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -256,12 +256,13 @@ def test_an_unreadable_run_is_dim_in_both_lists(template: Path) -> None:
 
 def test_a_folder_without_a_status_is_a_run_only_where_it_is_named_like_one(tmp_path: Path) -> None:
     whole = synthetic.run(tmp_path, steps=0)
-    for name in ("20261121-120000-gone", "notes"):
-        (tmp_path / name).mkdir()
+    for name in ("20261121-120000-gone", "notes", "20261121-110000-other/agents"):
+        (tmp_path / name).mkdir(parents=True)
     found = list(newest_runs(tmp_path))
     assert [run.id for run in found if isinstance(run, Run)] == [whole.id]
     assert [(run.id, run.problem) for run in found if isinstance(run, UnreadableRun)] == [
-        ("20261121-120000-gone", "status.json cannot be read: No such file or directory")
+        ("20261121-120000-gone", "status.json cannot be read: No such file or directory"),
+        ("20261121-110000-other", "only the part of this host is here; the record is on the machine that started it"),
     ]
     with pytest.raises(RequestError, match=r"run 20261121-120000-gone cannot be read: status.json cannot be read"):
         find("20261121-12", tmp_path)

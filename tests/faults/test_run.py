@@ -296,9 +296,11 @@ script = "own.py"
 args = ["{end}"]
 """
 OWN_SCRIPT = """\
-import os, sys, time
+import os, signal, sys, time
+if sys.argv[1] == "save" and os.environ["RANK"] == "1":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("rank", os.environ["RANK"], "says", sys.argv[1])
-if sys.argv[1] == "wait":
+if sys.argv[1] in ("wait", "save"):
     time.sleep(600)
 if sys.argv[1] == "fail" and os.environ["RANK"] == "1":
     raise ValueError("no more data")
@@ -360,6 +362,19 @@ def test_a_detached_script_is_stopped(bench: Bench) -> None:
     until(lambda: run.dir.rank_log(1).exists() and "says wait" in run.dir.rank_log(1).read_text())
     assert bench.call("stop", "last").stdout == f"{run.id} is stopped; processes left: none\n"
     assert leftovers.processes_of(run.dir.path) == []
+
+
+def test_a_rank_of_a_script_that_saves_for_longer_than_its_grace_is_named(bench: Bench) -> None:
+    process = bench.start("run", script_recipe(bench, "save"), "--set", "train.stop_grace=0.5")
+    run = until(lambda: next(iter(bench.runs()), None), process)
+    for rank in (0, 1):
+        until(
+            lambda rank=rank: "says" in "".join(path.read_text() for path in run.dir.logs.glob(f"{rank}.log")), process
+        )
+    process.send_signal(signal.SIGINT)
+    assert process.wait(LIMIT_S) == 130
+    lost = "without waiting for rank 1 beyond train.stop_grace: what it saves may be lost"
+    assert bench.runs()[0].status.message == f"stopped by SIGINT {lost}"
 
 
 Refused = Callable[..., tuple[int, str, str]]

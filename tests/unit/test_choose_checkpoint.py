@@ -8,6 +8,7 @@ import pytest
 import run_dirs
 
 from gputrain_tui.lifecycle import recipe_to_run
+from gputrain_tui.lifecycle.remote_nodes import RemoteNode, write_remote_node
 from gputrain_tui.lifecycle.run_checkpoints import choose_checkpoint, describe_newest
 from trainer.contract.checkpoint_trailer import DIGEST_BYTES, head_of
 from trainer.contract.errors import RequestError
@@ -65,6 +66,15 @@ def test_the_best_checkpoint_is_taken_where_it_is_known_to_be_the_runs(
     assert found.run is not None
     assert found.run.id == run
     assert run in found.description
+
+
+def test_checkpoints_of_another_host_are_evaluated_there_and_named_where_they_are_read_here(home: Path) -> None:
+    run = RunDir(home / "home" / "runs" / make_run(home, own="", elsewhere="", recorded="step_2.pt"))
+    (run.agents / "0.1.a").mkdir(parents=True)
+    write_remote_node(run, "0.1.a", RemoteNode(host="far", run_dir="/there"))
+    assert choose_checkpoint("last", None).path == home / "kept" / "step_2.pt"
+    with pytest.raises(RequestError, match=f"on its first host: copy far:{home}/kept/step_2.pt here, and name that"):
+        choose_checkpoint("last", None, here=True)
 
 
 @pytest.mark.parametrize(

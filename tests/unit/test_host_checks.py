@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from gputrain_tui.hosts import environment_facts
-from gputrain_tui.hosts.environment_facts import Environment, Torch
+from gputrain_tui.hosts.environment_facts import Environment, Torch, files_beside
 from gputrain_tui.hosts.host_channel import HostChannel, HostError
 from gputrain_tui.hosts.host_names import LocalFacts
 from gputrain_tui.hosts.inventory import Gpu, Inventory
@@ -22,7 +22,7 @@ from gputrain_tui.hosts.machine_facts import Folder, Port, RendezvousFile
 from gputrain_tui.lifecycle.prepared import with_routes
 from gputrain_tui.plan.planner import plan
 from gputrain_tui.preflight import CheckResult
-from gputrain_tui.preflight.collect_hosts import HostAnswer, HostFacts, collect_hosts
+from gputrain_tui.preflight.collect_hosts import HostAnswer, HostFacts, collect_hosts, differing
 from gputrain_tui.preflight.host_checks import check_hosts
 from gputrain_tui.recipe.build import build
 from gputrain_tui.recipe.model import Recipe
@@ -77,6 +77,23 @@ def check_results(*answers: HostAnswer, wanted: Recipe | None = None) -> list[Ch
 
 UNKNOWN_KEY = "its host key is not known yet: run `ssh h2` once"
 OWN = {"own_file": "/w/own.py", "own_code": "0a"}
+
+
+def test_code_beside_the_script_that_is_not_that_of_another_host_or_of_this_machine_is_named(tmp_path: Path) -> None:
+    (tmp_path / "package" / "inner").mkdir(parents=True)
+    (tmp_path / "notes").mkdir()
+    for name in ("own.py", "model.py", "package/__init__.py", "package/inner/__init__.py", "notes/old.py"):
+        (tmp_path / name).write_text(name)
+    here = files_beside(tmp_path / "own.py")
+    assert sorted(here) == ["model.py", "own.py", "package/__init__.py", "package/inner/__init__.py"]
+    (tmp_path / "model.py").write_text("changed")
+    (tmp_path / "package" / "__init__.py").unlink()
+    changed = files_beside(tmp_path / "own.py")
+    assert differing(here, changed) == ["model.py"]
+    second = host_answer(1, environment=OWN | {"beside": changed}, changed=("model.py",))
+    results = check_results(host_answer(0, environment=OWN | {"beside": here}), second)
+    told = [(each.status, each.host, each.what) for each in results if each.check == "code"]
+    assert told == [("warning", "h2", f"model.py is not as on {host}") for host in ("this machine", "h1")]
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,22 @@ def test_other_nodes_connect_to_the_address_alone(host: str, address: str) -> No
 @pytest.mark.parametrize(
     ("code", "stderr", "line"),
     [
-        (255, "ssh: Could not resolve hostname gpu9: Name or service not known", "no such host"),
+        (255, "ssh: Could not resolve hostname gpu9: Name or service not known", "no such host: gpu9 is not in DNS"),
+        (
+            255,
+            "ssh: Could not resolve hostname jump: Name or service not known\nkex_exchange_identification: x",
+            "no such host: jump is",
+        ),
+        (
+            255,
+            "Host key for [::1]:22 has changed and you have",
+            "its host key has changed: if expected, `ssh-keygen -R '[::1]:22'`",
+        ),
+        (
+            255,
+            "sh: 1: nc: not found\nkex_exchange_identification: Connection closed",
+            "its ProxyCommand fails: sh: 1: nc: not found",
+        ),
         (255, "ssh: connect to host a port 22: No route to host", "there is no route to it from here"),
         (255, "ssh: connect to host a port 22: Connection timed out", "it does not answer"),
         (

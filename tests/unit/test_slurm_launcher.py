@@ -79,6 +79,10 @@ def test_one_entry_stands_for_all_nodes_and_the_table_is_kept_when_a_recipe_is_w
             "[slurm]\nnodes = 2\n[[cluster.nodes]]\nhost = 'n1'\ngpus = 1\n",
             "r.toml:2: slurm.nodes is 2, but cluster.nodes[0] has a host: remove it, as Slurm chooses",
         ),
+        (
+            "[slurm]\nextra = ['--wait-all-nodes=1', '--array=0-3']\n",
+            "r.toml:2: slurm.extra has '--array=0-3', but a run is one job, which is followed: remove it",
+        ),
         ("[slurm]\n[[cluster.nodes]]\ngpus = 'all'\n", "cluster.nodes[0].gpus must be a count of GPUs, or cpu_ranks"),
     ],
 )
@@ -118,6 +122,23 @@ def test_nodes_without_a_name_get_the_hosts_of_the_allocation_and_a_port_of_the_
     assert [node.host for node in place_on_allocation(found, moved).nodes] == ["c", "b"]
     with pytest.raises(RequestError, match="the plan needs 2 hosts, but Slurm has allocated 1"):
         place_on_allocation(planned(2, 1), {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a"})
+
+
+def test_hosts_that_are_not_in_the_job_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
+    text = "".join(f"[[cluster.nodes]]\nhost = '{host}'\ngpus = 1\n" for host in ("n1", "gpu8", "ada@gpu9"))
+    (result,) = SlurmLauncher().check(recipe(text), plan(recipe(text), {}, local=LOGIN))
+    assert (result.status, result.what) == ("error", "gpu8, gpu9 are not in job 7, which has n1")
+    text = "[slurm]\n[[cluster.nodes]]\ngpus = 1\n"
+    (result,) = SlurmLauncher().check(recipe(text), plan(recipe(text), {}, local=LOGIN))
+    assert result.status == "ok"
+
+
+@pytest.mark.parametrize(("reason", "known"), [("JobHeldUser", False), ("Resources", True)])
+def test_a_job_that_is_held_has_no_expected_start(reason: str, known: bool) -> None:
+    line = f"JobId=12 JobState=PENDING Reason={reason} StartTime=2026-11-29T18:51:00 ExitCode=0:0"
+    assert (parse_job(line).starts is not None) is known
 
 
 def test_a_job_is_read_from_the_lines_of_its_components() -> None:

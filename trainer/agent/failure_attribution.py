@@ -189,6 +189,7 @@ class FailureAttribution:
             saved=next((report.saved for report in orderly if report.saved is not None), None),
             not_kept=next((report.not_kept for report in orderly if report.not_kept), self._lost_checkpoint()),
             unanswered=shutdown.unanswered,
+            killed=shutdown.killed,
             stop_reason=stop_reason,
             not_recorded=self.not_recorded,
         )

@@ -215,8 +215,8 @@ def print_outcome(outcome: NodeOutcome) -> None:
     failure = outcome.failure
     if outcome.exit_code == ExitCode.STOPPED:
         parts = [describe_stop(outcome.stopped_at, outcome.saved, outcome.not_kept)]
-        if outcome.unanswered:
-            parts.append(f"killed because they did not respond: ranks {', '.join(map(str, outcome.unanswered))}")
+        if killed := [*outcome.unanswered, *outcome.killed]:
+            parts.append(f"killed because they did not respond: ranks {', '.join(map(str, killed))}")
         parts.append(f"processes {outcome.left} could not be ended" if outcome.left else "no process is left")
         print_message("; ".join(parts), program="trainer")
     elif failure is not None:

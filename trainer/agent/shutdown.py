@@ -29,6 +29,8 @@ class Shutdown:
         """Whether there was a stop request before any failure."""
         self.unanswered: list[int] = []
         """Ranks that were asked to stop and did not answer in time."""
+        self.killed: list[int] = []
+        """Ranks of a script that had not ended on a stop request after ``stop_grace``, in which it may save."""
         self.kill_at: float | None = None
         """Time of SIGKILL to all ranks that have not ended, on the monotonic clock; None before a signal to end."""
         self._terminate_at: float | None = None
@@ -109,6 +111,8 @@ class Shutdown:
             return False
         if self._killed_at is None:
             self._killed_at = now
+            if self.stopped and self._stop_request.level == StopLevel.SAVE and running[0].assignment.is_script:
+                self.killed = [rank.assignment.rank for rank in running]
             for rank in running:
                 rank.signal(signal.SIGKILL)
         return now >= self._killed_at + KILLED_EXIT_S

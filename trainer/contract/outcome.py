@@ -118,6 +118,8 @@ class NodeOutcome(msgspec.Struct, kw_only=True):
     not_kept: str = ""
     unanswered: list[Rank] = []
     """Ranks that were asked to stop and did not answer in time."""
+    killed: list[Rank] = []
+    """Ranks of a script that were killed as they had not ended after ``stop_grace``, in which it may save."""
     stop_reason: str = ""
     """Source of this node's stop request, such as a signal; empty without one, as when only other nodes had one."""
     not_recorded: str = ""

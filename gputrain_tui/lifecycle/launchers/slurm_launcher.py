@@ -21,8 +21,8 @@ from gputrain_tui.hosts.host_agent import node_command
 from gputrain_tui.hosts.host_names import address_of, is_pending
 from gputrain_tui.lifecycle.launchers.local_launcher import ChildProcess, LocalLauncher, LocalProcess, node_environment
 from gputrain_tui.plan.planner import Plan, PlannedNode, with_rendezvous
-from gputrain_tui.preflight.result import CheckResult, ok, warning
-from trainer.contract.errors import ExitCode, RequestError
+from gputrain_tui.preflight.result import CheckResult, error, ok, warning
+from trainer.contract.errors import ExitCode, RequestError, listed
 from trainer.contract.home_folder import expand_home
 from trainer.contract.record import RunDir, write_atomically
 from trainer.contract.record.regular_file import open_to_append
@@ -152,6 +152,15 @@ class SlurmLauncher(LocalLauncher):
     def check(self, recipe: Recipe, plan: Plan) -> list[CheckResult]:
         if _in_job():
             job = f"in job {os.environ.get('SLURM_JOB_ID')}"
+            if slurm_commands.is_in_step() and (task := os.environ.get("SLURM_PROCID", "0")) != "0":
+                what = f"this is task {task} of a step {job}, each task of which would start a run of its own"
+                return [error("Slurm", what, "start gputrain without srun, or by srun --ntasks=1")]
+            given = [host for host, _ in slurm_commands.allocation()]
+            hosts = [address_of(node.host) for node in plan.nodes if not is_pending(node.host)]
+            if away := [host for host in dict.fromkeys(hosts) if host not in given]:
+                what = f"{listed(away)} {'is' if len(away) == 1 else 'are'} not {job}, which has {listed(given)}"
+                fix = 'name hosts of the job, or set cluster.launcher = "ssh"'
+                return [error("Slurm", what, fix, key="cluster.launcher")]
             if recipe.slurm is not None and recipe.slurm.requeue:
                 what = f"{job}, which is not put back into the queue: slurm.requeue is for a run that is submitted"
                 return [warning("Slurm", what, "type the command on a login node", key="slurm.requeue")]
@@ -234,6 +243,8 @@ class SlurmLauncher(LocalLauncher):
         command = node_command([python, *node.argv[1:]], node.setup)
         environment = node_environment(node, env, leased=leased)
         environment.pop("TMPDIR", None)  # may exist on this machine only
+        if slurm_commands.is_in_step():
+            environment["SLURM_OVERLAP"] = "1"  # else srun waits without a word for the step in which it is typed
         with os.fdopen(open_to_append(run_dir.node_log(node.node)), "ab") as log:
             process = subprocess.Popen(
                 [*arguments, "sh", "-c", IN_FOLDER, str(run_dir.path), str(workdir), self._seen_by_all, *command],

@@ -36,7 +36,7 @@ from gputrain_tui.lifecycle.saving_time import saving_time_before
 from gputrain_tui.plan.batch_script import sbatch_arguments, supervisor_script
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.preflight.checks import with_location
-from gputrain_tui.preflight.result import CheckResult, NotReadyError, error, ok
+from gputrain_tui.preflight.result import CheckResult, NotReadyError, error, ok, warning
 from gputrain_tui.recipe.model import Recipe, SlurmOptions
 from gputrain_tui.state import RunState
 from trainer.contract.errors import ExitCode, RequestError
@@ -72,6 +72,13 @@ def check(recipe: Recipe, plan: Plan) -> CheckResult:
         accepted = slurm_commands.test(arguments, script)
     except RequestError as refused:
         refusal = str(refused)
+        drained: list[str] = []
+        if "node configuration is not available" in refusal:  # also of nodes that come back: sbatch queues the job
+            with suppress(RequestError):
+                drained = slurm_commands.drained_hosts(None if recipe.slurm is None else recipe.slurm.partition)
+        if drained:
+            what = f"{refusal}; the job may wait for {', '.join(drained)}, down or drained"
+            return with_location(warning("Slurm", what, "`sinfo --list-reasons` tells why", key="slurm.nodes"), recipe)
         keys = (f"slurm.{key}" for word, key in KEY_OF_WORD.items() if word in refusal.lower())
         return with_location(error("Slurm", refusal, FIX, key=next(keys, "cluster.launcher")), recipe)
     return ok("Slurm", accepted.removeprefix("sbatch: "))
