@@ -822,6 +822,20 @@ def two_passes_on_a_batch_in_epochs(rank: int, steps: int) -> tuple[list[nn.Modu
     return [model], []
 
 
+def head_after_its_model(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """A wrapped model, and then another one on its outputs, with an optimizer of its own."""
+    model, head = DDP(net()), DDP(nn.Linear(1, 1))
+    of_model = sgd(model)
+    for (batch,) in loader(rank, steps):
+        train(model, of_model, batch)
+    of_head = sgd(head)
+    for (batch,) in loader(rank, steps, seed=1):
+        with torch.no_grad():
+            outputs = model(batch)
+        train(head, of_head, outputs)
+    return [model, head], []
+
+
 def meta_learning(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
     """Inner steps by ``torch.autograd.grad`` on data of no loader: the model is called for support and query sets."""
     model = net()
@@ -960,6 +974,7 @@ def test_a_rank_that_leaves_before_its_first_step_gets_no_advice(gang: Gang, tmp
         (backward_for_each_half, (STEPS * BATCH, STEPS * BATCH)),
         (two_views_of_a_batch, (STEPS * BATCH, STEPS * BATCH)),
         (two_passes_on_a_batch_in_epochs, (3 * STEPS * BATCH, 3 * STEPS * BATCH)),
+        (head_after_its_model, (2 * STEPS * BATCH, 2 * STEPS * BATCH)),
         (adversarial_without_wrapper, (STEPS * BATCH, STEPS * BATCH)),
         (fetching_ahead, (STEPS * BATCH, STEPS * BATCH)),
         (fetching_ahead_in_epochs, (3 * STEPS * BATCH, 3 * STEPS * BATCH)),

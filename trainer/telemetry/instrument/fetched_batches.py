@@ -73,6 +73,8 @@ class FetchedBatches:
         """Data iterators that have given a batch since the last backward pass."""
         self._are_unsure = False
         """Whether a call of the step may train nothing, or there is a batch without a size."""
+        self._are_unsized = False
+        """Whether a batch of the step came without its size, as those for the only wrapped model do."""
         self._has_any = False
         """Whether a batch has come in an earlier step of the epoch."""
 
@@ -103,6 +105,7 @@ class FetchedBatches:
         self._given.add(this)
         self._new += 1
         self._ends = False
+        self._are_unsized |= batch is None
         if batch is not None:
             self._are_counted = True
             self._newest = size_of(batch)
@@ -132,7 +135,7 @@ class FetchedBatches:
         self._passed, self._is_left_out = None, False
         self._has_any |= self._new > 0
         self.calls = self._calls_before = self._new = 0
-        self._are_several = self._passes_over = self._are_unsure = False
+        self._are_several = self._passes_over = self._are_unsure = self._are_unsized = False
 
     def end_step(self, called: BatchSize | None, *, is_wrapped: bool, extends: bool) -> BatchSize:
         """Return the size of the step; ``called``: that of the model's calls, None where these are not all known.
@@ -154,6 +157,8 @@ class FetchedBatches:
         if self._are_several and self._are_unsure:
             self.unknown = "a step calls a model on several batches of a DataLoader for one backward pass"
             return None, None
+        if self._are_unsized:  # another model than the wrapped one is trained from this step on
+            return called or (None, None)
         if self.size[0] == 0 and self._has_ended and self._are_counted and not self._are_shared:
             # The script fetches ahead: this step's batch was counted in the step before, only the first one not.
             before, self._before = self._before, (0, None)
