@@ -158,8 +158,9 @@ class Totals(NamedTuple):
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens per second of stepping; None where no step has counted them."""
-        return 1000 * self.timed_tokens / self.token_ms if self.token_ms > 0 else None
+        """Tokens per second of stepping; None where no step has counted them, or few their samples."""
+        is_known = self.token_ms > 0 and (self.counts_samples or not self.samples)
+        return 1000 * self.timed_tokens / self.token_ms if is_known else None
 
     @property
     def mean_step_ms(self) -> float | None:

@@ -486,7 +486,27 @@ def two_models_one_optimizer(rank: int, steps: int) -> tuple[list[nn.Module], li
     return [body, head], losses
 
 
+def cached_gradients(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """The loss is of outputs without gradients; theirs are handed to the model by halves of the batch afterwards."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    losses = []
+    for (batch,) in loader(rank, steps):
+        with torch.no_grad():
+            outputs = model(batch)
+        outputs.requires_grad_()
+        loss = (outputs - outputs.detach().flip(0) + 1).square().mean()
+        loss.backward()
+        for part, gradient in zip(batch.chunk(2), outputs.grad.chunk(2), strict=True):
+            torch.dot(model(part).flatten(), gradient.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return [model], losses
+
+
 LOOPS: dict[Loop, set[str]] = {
+    cached_gradients: set(),
     accumulating_within_no_sync: set(),
     lbfgs: set(),
     patched_call: set(),
@@ -789,6 +809,33 @@ def two_views_of_a_batch(rank: int, steps: int) -> tuple[list[nn.Module], list[f
     return [model], []
 
 
+def two_passes_on_a_batch_in_epochs(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """The second pass is at other parameters, as of sharpness-aware minimization."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    for epoch in range(3):
+        for (batch,) in loader(rank, steps, seed=epoch):
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+            optimizer.step()
+    return [model], []
+
+
+def head_after_its_model(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """A wrapped model, and then another one on its outputs, with an optimizer of its own."""
+    model, head = DDP(net()), DDP(nn.Linear(1, 1))
+    of_model = sgd(model)
+    for (batch,) in loader(rank, steps):
+        train(model, of_model, batch)
+    of_head = sgd(head)
+    for (batch,) in loader(rank, steps, seed=1):
+        with torch.no_grad():
+            outputs = model(batch)
+        train(head, of_head, outputs)
+    return [model, head], []
+
+
 def meta_learning(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
     """Inner steps by ``torch.autograd.grad`` on data of no loader: the model is called for support and query sets."""
     model = net()
@@ -926,6 +973,8 @@ def test_a_rank_that_leaves_before_its_first_step_gets_no_advice(gang: Gang, tmp
         (generator_at_every_second_step_with_one_wrapper, (STEPS * BATCH, STEPS * BATCH)),
         (backward_for_each_half, (STEPS * BATCH, STEPS * BATCH)),
         (two_views_of_a_batch, (STEPS * BATCH, STEPS * BATCH)),
+        (two_passes_on_a_batch_in_epochs, (3 * STEPS * BATCH, 3 * STEPS * BATCH)),
+        (head_after_its_model, (2 * STEPS * BATCH, 2 * STEPS * BATCH)),
         (adversarial_without_wrapper, (STEPS * BATCH, STEPS * BATCH)),
         (fetching_ahead, (STEPS * BATCH, STEPS * BATCH)),
         (fetching_ahead_in_epochs, (3 * STEPS * BATCH, 3 * STEPS * BATCH)),
@@ -944,15 +993,59 @@ def test_a_sample_counts_once_whatever_the_number_of_models(
         assert (None if None in recorded else sum(filter(None, recorded))) == samples
 
 
+def without_what_is_not_finite(
+    rank: int, steps: int, *, wrap: Callable[[nn.Module], nn.Module] = DDP
+) -> tuple[list[nn.Module], list[float]]:
+    """No step is made of gradients that are not finite, of every third batch."""
+    model = wrap(net())
+    optimizer = sgd(model)
+    losses = []
+    for number, (batch,) in enumerate(loader(rank, steps + steps // 2)):
+        loss = model(batch).square().mean() * (float("nan") if number % 3 == 1 else 1.0)
+        loss.backward()
+        if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
+            optimizer.step()
+            losses.append(loss.item())
+        optimizer.zero_grad()
+    return [model], losses
+
+
+def without_what_is_not_finite_of_one(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    return without_what_is_not_finite(rank, steps, wrap=lambda model: model)
+
+
+def gradients_of_two_loaders(rank: int, steps: int) -> tuple[list[nn.Module], list[float]]:
+    """Gradients are set to zero between two losses, and both kept: the step is made of their sum."""
+    model = DDP(net())
+    optimizer = sgd(model)
+    losses = []
+    for batches in zip(loader(rank, steps), loader(rank, steps, seed=1), strict=True):
+        kept, loss = [], 0.0
+        for (batch,) in batches:
+            optimizer.zero_grad()
+            part = model(batch).square().mean()
+            part.backward()
+            kept.append([parameter.grad.clone() for parameter in model.parameters()])
+            loss += part.item()
+        for parameter, one, other in zip(model.parameters(), *kept, strict=True):
+            parameter.grad = one + other
+        optimizer.step()
+        losses.append(loss)
+    return [model], losses
+
+
 @pytest.mark.parametrize(
     ("loop", "samples"),
     [
+        (without_what_is_not_finite, [BATCH] * STEPS),
+        (without_what_is_not_finite_of_one, [BATCH] * STEPS),
+        (gradients_of_two_loaders, [2 * BATCH] * STEPS),
         (leftovers, [3 * BATCH] * STEPS),
         (leftovers_that_are_fetched_first, [3 * BATCH] * STEPS),
         (leftovers_that_train, [3 * BATCH, 3 * BATCH, 4 * BATCH, 3 * BATCH]),
     ],
 )
-def test_a_batch_whose_gradients_are_set_to_zero_at_an_epochs_end_counts_to_no_step(
+def test_a_batch_whose_gradients_are_set_to_zero_before_a_step_counts_to_none(
     gang: Gang, tmp_path: Path, loop: Loop, samples: list[int]
 ) -> None:
     measured = gang.run(_run, str(tmp_path), loop, STEPS)

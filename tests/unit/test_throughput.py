@@ -88,6 +88,12 @@ def test_tokens_per_second_are_of_the_steps_that_count_them_and_of_all_ranks() -
     assert one_sided.figures.tokens_per_s is None
 
 
+def test_without_the_samples_of_most_steps_there_are_no_tokens_per_second_either() -> None:
+    found = state(ranks=1, samples=None, tokens=None)
+    found.apply(a_step(0, 4))
+    assert run_throughput(found.ranks.values()).tokens_per_s is None
+
+
 def test_a_rank_that_leaves_its_samples_to_another_one_takes_no_part_in_tokens_per_second() -> None:
     found = RunState(world_size=2)
     for rank, known in enumerate(({}, {"samples": None, "tokens": None})):

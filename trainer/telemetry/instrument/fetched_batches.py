@@ -38,8 +38,17 @@ class FetchedBatches:
         """Size of the step so far, of the model's calls and of the batches, where an epoch ended within the step."""
         self._drops_leftover = False
         """Whether the gradients from before the epoch's end were set to zero."""
+        self._passed: tuple[BatchSize, BatchSize, int] | None = None
+        """Size of the step up to its last backward pass, of calls and of batches, and the optimizer's steps before it;
+        None of several optimizers, each of which may set only its own gradients to zero."""
+        self._passed_given: set[ref[Any]] = set()
+        """Data iterators that had given the batch of that pass."""
+        self._is_left_out = False
+        """Whether its gradients were set to zero without a step of the optimizer."""
         self._has_ended = False
         """Whether an iterator that is trained on ended in the step: a script that fetches ahead has its last batch."""
+        self._ends = False
+        """Whether no batch has come since an iterator ended."""
         self._fetched: set[ref[Any]] = set()
         """Data iterators that have given a batch since the model was last trained."""
         self._trained: set[ref[Any]] = set()
@@ -64,6 +73,8 @@ class FetchedBatches:
         """Data iterators that have given a batch since the last backward pass."""
         self._are_unsure = False
         """Whether a call of the step may train nothing, or there is a batch without a size."""
+        self._are_unsized = False
+        """Whether a batch of the step came without its size, as those for the only wrapped model do."""
         self._has_any = False
         """Whether a batch has come in an earlier step of the epoch."""
 
@@ -93,6 +104,8 @@ class FetchedBatches:
         self._fetched.add(this)
         self._given.add(this)
         self._new += 1
+        self._ends = False
+        self._are_unsized |= batch is None
         if batch is not None:
             self._are_counted = True
             self._newest = size_of(batch)
@@ -106,6 +119,11 @@ class FetchedBatches:
         self._following = {each: size for each, size in self._following.items() if each() not in (None, iterator)}
         self._following[this] = size_of(batch)
 
+    @property
+    def is_called(self) -> bool:
+        """Whether a model was called since the last backward pass of the step."""
+        return self.calls > self._calls_before
+
     def call(self) -> bool:
         """Count a call; return whether there was one before it since the last backward pass."""
         self.calls += 1
@@ -114,9 +132,10 @@ class FetchedBatches:
     def begin_step(self) -> None:
         self.size = (0, None)
         self._leftover, self._drops_leftover, self._has_ended = None, False, False
+        self._passed, self._is_left_out = None, False
         self._has_any |= self._new > 0
         self.calls = self._calls_before = self._new = 0
-        self._are_several = self._passes_over = self._are_unsure = False
+        self._are_several = self._passes_over = self._are_unsure = self._are_unsized = False
 
     def end_step(self, called: BatchSize | None, *, is_wrapped: bool, extends: bool) -> BatchSize:
         """Return the size of the step; ``called``: that of the model's calls, None where these are not all known.
@@ -132,12 +151,14 @@ class FetchedBatches:
         called = None if self._are_several else called
         if is_wrapped and not self._are_several:
             # Where the script fetches ahead, the last batch has come in the step before.
-            samples = self.size[0] if is_repeated and not self._has_ended else None
+            samples = self.size[0] if is_repeated and not self._ends else None
             is_one = samples and called is not None and called[0] == self.calls * samples
             return self.size if is_one else called or (None, None)
         if self._are_several and self._are_unsure:
             self.unknown = "a step calls a model on several batches of a DataLoader for one backward pass"
             return None, None
+        if self._are_unsized:  # another model than the wrapped one is trained from this step on
+            return called or (None, None)
         if self.size[0] == 0 and self._has_ended and self._are_counted and not self._are_shared:
             # The script fetches ahead: this step's batch was counted in the step before, only the first one not.
             before, self._before = self._before, (0, None)
@@ -162,28 +183,41 @@ class FetchedBatches:
         """End an epoch within a step: fewer passes were left than a step takes; ``called``: size of these calls."""
         self._leftover = called, self.size
 
-    def set_to_zero(self, owner: nn.Module | Optimizer) -> None:
-        """Note that gradients are set to zero: those of the passes before the epoch's end train nothing then."""
-        if self._leftover is not None:
-            groups = [{"params": owner.parameters()}] if isinstance(owner, nn.Module) else owner.param_groups
-            self._drops_leftover |= any(each.grad is not None for group in groups for each in group["params"])
+    def set_to_zero(self, owner: nn.Module | Optimizer, optimizer_steps: int) -> None:
+        """Note that gradients are set to zero: those of the passes before the epoch's end train nothing then.
 
-    def begin_backward(self, called: BatchSize) -> BatchSize | None:
-        """Return the size of the step's calls without what trains nothing, None if all does."""
+        Nor do those of earlier batches that the optimizer has made no step of: a script leaves out a loss that is NaN.
+        """
+        is_left_out = self._passed is not None and self._passed[2] == optimizer_steps
+        if self._leftover is not None or is_left_out:
+            groups = [{"params": owner.parameters()}] if isinstance(owner, nn.Module) else owner.param_groups
+            has_any = any(each.grad is not None for group in groups for each in group["params"])
+            self._drops_leftover |= has_any
+            self._is_left_out |= has_any and is_left_out
+
+    def begin_backward(self, called: BatchSize, optimizer_steps: int, *, alone: bool) -> BatchSize | None:
+        """Return the size of the step's calls without what trains nothing, None if all does.
+
+        ``alone``: whether the script has one optimizer.
+        """
         self._are_several |= self.calls > self._calls_before + 1
         self._calls_before = self.calls
-        self._given.clear()
+        # Another pass on the same batch may follow gradients that the script has kept.
+        if self._passed and self._is_left_out and not self._leftover and self._given & self._passed_given:
+            self._leftover = self._passed[:2]
+        self._passed_given, self._given = self._given, set()
         # A call has the batch of one iterator; else in the first step it is known better than the batch of before it.
         self._are_counted |= len(self._following) > 1
         for size in self._following.values():
             self.size = plus(self.size, size)
         self._following.clear()
         leftover, drops = self._leftover, self._drops_leftover
-        self._leftover, self._drops_leftover = None, False
-        if leftover is None or not drops:
-            return None
-        self.size = _minus(self.size, leftover[1])
-        return _minus(called, leftover[0])
+        self._leftover, self._drops_leftover, self._is_left_out = None, False, False
+        kept = None
+        if leftover is not None and drops:
+            self.size, kept = _minus(self.size, leftover[1]), _minus(called, leftover[0])
+        self._passed = (called if kept is None else kept, self.size, optimizer_steps) if alone else None
+        return kept
 
     def end(self, iterator: Any) -> bool:
         """Forget an iterator at its end; return whether its batches were an evaluation's."""
@@ -192,7 +226,7 @@ class FetchedBatches:
         if evaluated:
             self._following.pop(this, None)
         else:
-            self._has_ended, self._has_any = True, False
+            self._has_ended, self._ends, self._has_any = True, True, False
             self._passes_over |= this in self._following
         self._trained.discard(this)
         self._fetched.discard(this)

@@ -218,7 +218,7 @@ def _stage_loss(recording: Recording, original: Callable[..., Any]) -> Callable[
 def _zero_grad(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
         if not is_compiling() and recording.on:
-            _note(recording, recording.batches.set_to_zero, self)
+            _note(recording, recording.batches.set_to_zero, self, recording.optimizer_steps)
         original(self, *args, **kwargs)
 
     return wrapper

@@ -255,12 +255,12 @@ class Recording:
         tracker.epoch += self.batches.train()
         self._in_backward = True
         self._calls.end_calls()
-        kept = self.batches.begin_backward(tracker.size)
+        called = self.batches.is_called
+        kept = self.batches.begin_backward(tracker.size, self.optimizer_steps, alone=len(self._cycle.made) == 1)
         if kept is not None:
             tracker.size = kept
             self.losses.clear()
-        scale = None if output is None else self.losses.add(given)
-        if scale is not None:
+        if output is not None and (scale := self.losses.add(given, called=called)) is not None:
             tracker.grad_scale = scale
         return True
 

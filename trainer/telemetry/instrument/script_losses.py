@@ -7,7 +7,7 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.telemetry.clocks import Scalar
 
@@ -26,6 +26,9 @@ class StepLosses:
         """None for one that cannot be read."""
         self._unread = ""
         """On what the last backward pass was called whose loss is not known."""
+        self._is_of_outputs = False
+        """Whether the losses of the step are those of a model's outputs, whose gradients the script keeps and hands to
+        the model in further passes, in each of which backward is called on their product with the outputs."""
         self._before = 0
         """Number of losses before the last backward pass."""
         self._after_closure: int | None = None
@@ -41,9 +44,14 @@ class StepLosses:
             if isinstance(after, Tensor) and isinstance(before, Tensor):
                 self._scaled.append((ref(after), before.detach()))
 
-    def add(self, outputs: Sequence[Tensor]) -> Tensor | None:
-        """Add the tensors on which backward is called, if they are numbers; return their scale, None without one."""
+    def add(self, outputs: Sequence[Tensor], *, called: bool) -> Tensor | None:
+        """Add the tensors on which backward is called, if they are numbers; return their scale, None without one.
+
+        ``called``: whether a model was called for them.
+        """
         self._before = len(self._losses)
+        ends_in_parameters = called or any(map(_ends_in_parameters, outputs))
+        self._is_of_outputs |= not ends_in_parameters and not self._losses
         pending, self._scaled = self._scaled, []
         for output in outputs:
             loss = next((loss for scaled, loss in pending if scaled() is output), output) if pending else output
@@ -51,7 +59,8 @@ class StepLosses:
                 loss = output.detach() / self._scale  # made of scaled losses, such as their sum: it is scaled alike
             elif loss is not output:
                 self._scaled = [each for each in pending if each[0]() is not None and each[0]() is not output]
-            self._add(loss)
+            if not (self._is_of_outputs and ends_in_parameters):
+                self._add(loss)
         return self._scale if pending else None
 
     def _add(self, loss: Tensor) -> None:
@@ -103,7 +112,22 @@ class StepLosses:
         return None
 
     def clear(self) -> None:
-        self._losses = []
+        self._losses, self._is_of_outputs = [], False
+
+
+def _ends_in_parameters(output: Tensor) -> bool:
+    """Whether a backward pass gives a parameter a gradient, as far as autograd's graph tells."""
+    nodes: list[Any] = [output.grad_fn]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(getattr(node, "variable", None), nn.Parameter):
+            return True
+        nodes += [each for each, _ in node.next_functions]
+    return False
 
 
 def _number(output: Tensor) -> Tensor | float | None:
