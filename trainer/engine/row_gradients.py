@@ -49,10 +49,9 @@ class RowGradients:
             gradient = parameter.grad
             if gradient is None or not gradient.is_sparse:
                 continue
-            rows, positions = torch.unique(gradient._indices()[0], return_inverse=True)
-            # Adds the values of a row in their order, as the usual backward pass does for all rows.
-            sums = torch.ops.aten.embedding_dense_backward(gradient._values(), positions, len(rows), -1, False)
-            buffer[rows] = sums
+            indices = gradient._indices()[0]
+            # In their order, as the usual backward pass adds them.
+            buffer.index_add_(0, indices, gradient._values())
             parameter.grad = buffer
-            self._rows.append((buffer, rows))
+            self._rows.append((buffer, torch.unique(indices)))
         return {buffer.data_ptr(): rows for buffer, rows in self._rows}
