@@ -93,7 +93,9 @@ class Replicated:
 
     def clip(self, values: list[Tensor], max_norm: float, rows: Mapping[int, Tensor]) -> Tensor | float:
         nonzero = (
-            [value[rows[at]] if (at := value.data_ptr()) in rows else value for value in values] if rows else values
+            [value.index_select(0, rows[at]) if (at := value.data_ptr()) in rows else value for value in values]
+            if rows
+            else values
         )
         return clip(values, self._total_norm(nonzero), max_norm)
 

@@ -38,6 +38,7 @@ from trainer.engine.non_finite import FiniteCheck, NonFiniteError
 from trainer.engine.optimizers import LossScaler, Schedule, falling_end, training_optimizer, without_optimizer
 from trainer.engine.parameter_use import ParameterUse
 from trainer.engine.preparation import build_model, read_data, require_same_on_ranks, strategy_of
+from trainer.engine.row_gradients import RowGradients
 from trainer.engine.share_balance import ShareBalance, measures_steps
 from trainer.engine.step_metrics import StepMetrics
 from trainer.engine.training_state import TrainingState
@@ -83,6 +84,7 @@ class Loop:
         self.schedule = Schedule(options, self.optimizer, end=falling_end(options, self.data.train))
         self.scaler = LossScaler(ctx.device, enabled=options.precision == "fp16")
         comm_hook, wire_ratio = compression(options)
+        sparse = task.sparse_parameters(self.raw_model)
         self.meter = StepMeter(
             self.model,
             device=ctx.device,
@@ -91,7 +93,7 @@ class Loop:
             detail_every=options.sync_detail_every,
             comm_hook=comm_hook,
             wire_ratio=wire_ratio,
-            sparse=task.sparse_parameters(self.raw_model),
+            sparse=sparse,
             keeps_steps=measures_steps(options, ctx.world_size),
         )
         self.strategy.measure(self.meter)
@@ -132,6 +134,8 @@ class Loop:
             compilation=self._compilation,
             balance=self._balance,
         )
+        alone = ctx.world_size == 1 and ctx.device.type == "cpu" and ctx.copies is None and options.compile == "off"
+        self._rows = RowGradients(self.raw_model, sparse if alone else ())  # last, since it changes embeddings
         self.saving = Saving(ctx, self.strategy, keep_last=options.keep_last, keep_last_epochs=options.keep_last_epochs)
         self.state = TrainingState(
             options=options,
@@ -238,16 +242,18 @@ class Loop:
         step, meter, items, finite = self.updates + 1, self.meter, self._items, self._finite
         for parameter in self._differentiated:
             parameter.grad = None
+        self._rows.clear()
         items.begin_step(update, step=step)
         self._data_rank = update.data_rank
         loss_sum: Tensor | float = 0.0
         for micro, last in self._balance.micro_batches(update, step=step):
             meter.lap("data")
             loss_sum = loss_sum + self._gradient.add(micro, step=step, last=last)
+        rows = self._rows.fill() or meter.nonzero_rows
         gradients = self._use.gradients(step=step)
         grad_scale = items.correct_gradients() * self.scaler.value
         self.scaler.unscale_(self.optimizer)
-        norm = self.strategy.clip(gradients, self.options.clip_norm, self.meter.nonzero_rows)
+        norm = self.strategy.clip(gradients, self.options.clip_norm, rows)
         grad_norm = finite.require_gradient(norm, self.optimizer, step=step)
         if not self.scaler.step(self.optimizer):
             self._discard_step()
