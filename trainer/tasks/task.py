@@ -118,7 +118,7 @@ class Task:
     def sparse_parameters(self, model: nn.Module) -> Sequence[nn.Parameter]:
         """Return the parameters with few nonzero rows in their gradient, such as a large embedding.
 
-        CPU ranks then send only those rows; the result is the same.
+        CPU ranks then compute and send only those rows; the result is the same.
         """
         return ()
 
