@@ -23,6 +23,7 @@ from gputrain_tui.diagnosis.health import NonFinite, desync, loss_spikes
 from gputrain_tui.diagnosis.imbalance import Imbalance
 from gputrain_tui.diagnosis.lost_hosts import lost_nodes
 from gputrain_tui.diagnosis.memory_growth import MemoryGrowth
+from gputrain_tui.diagnosis.periodic_delays import PeriodicDelays
 from gputrain_tui.diagnosis.rank_activity import RankActivity
 from gputrain_tui.diagnosis.row import StepRow
 from gputrain_tui.diagnosis.slow_evaluations import SlowEvaluations
@@ -40,6 +41,7 @@ __all__ = ["HISTORY", "KINDS", "OTHER_KINDS", "Diagnosis"]
 KINDS = frozenset((
     "straggler", "imbalance", "input_bound", "communication_bound", "cpu_contention", "memory_creep", "non_finite",
     "loss_spike", "outside_torch", "stalled", "gpu_throttled", "desync", "uneven_speeds", "slow_evaluation",
+    "periodic_delay",
 ))  # fmt: skip
 """Kinds of findings that this package raises; ``desync`` is also raised by ranks that compare themselves."""
 OTHER_KINDS = frozenset((
@@ -69,6 +71,7 @@ class Diagnosis:
         self._gpu_throttling = GpuThrottling()
         self._memory = MemoryGrowth()
         self._evaluations = SlowEvaluations()
+        self._delays = PeriodicDelays()
         self._non_finite = NonFinite()
         self._activity = RankActivity()
         self._samples: dict[int, NodeSample] = {}
@@ -191,6 +194,7 @@ class Diagnosis:
             ),
             "imbalance": lambda: self._imbalance.symptoms(timeline, added, throttled=bool(held)),
             "input_bound": lambda: bounds(state, timeline, throttled=bool(held)),
+            "periodic_delay": lambda: self._delays.symptoms(state, timeline, added),
             "loss_spike": lambda: loss_spikes(state, timeline),
             **checks,
         }

@@ -78,6 +78,8 @@ ADVICE = {
     "most, as of tensor parallelism, within a host, and check that the fastest network interface is used",
     "slow_evaluation": "look for work that only this rank does there: more samples than the others', metrics, saving, "
     "printing; `gputrain stacks` shows where while it runs",
+    "periodic_delay": "look for what only this rank does every so many steps: saving, logging, metrics, an evaluation; "
+    "do it less often, in a thread, or on all ranks at once; `gputrain stacks` shows where while it runs",
     "imbalance": "batches of unequal length are the usual cause: group samples of equal length (sort them, "
     "max_tokens) or balance the tokens over the ranks; otherwise look for occasional work of single ranks: "
     "augmentation, reading, logging, garbage collection",

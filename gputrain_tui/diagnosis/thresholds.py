@@ -144,6 +144,15 @@ EVALUATION_SHARE = threshold(0.05, "share", "a_late_evaluation_counts_by_its_sha
 """Lateness as a share of the time from one evaluation to the next, for a finding."""
 
 
+# ------------------------------------------------------------ delays in few steps
+
+DELAYS = threshold(5, "events", "a_rank_that_is_late_once_in_so_many_steps_is_named")
+"""Delays one after the other of the same rank, at equal distances: two ranks have them by chance once in hundreds of
+times already without regard to the distances."""
+DISTANCE_SHARE = threshold(0.1, "share", "delays_at_unequal_distances_are_other_work_on_the_machine")
+"""Difference of two distances as a share of one up to which they are equal: saving by the clock is nearly so."""
+
+
 # ------------------------------------------------------------ waits for cores
 
 CORE_WAIT_SAMPLES = threshold(10, "samples", "more_busy_threads_than_cores_are_reported_with_the_threads_to_set")

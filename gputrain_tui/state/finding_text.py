@@ -58,6 +58,7 @@ WORDS = {
     "loss_spike": "the loss jumped",
     "outside_torch": "time outside torch",
     "slow_evaluation": "slow in evaluations",
+    "periodic_delay": "slow now and then",
     "stalled": "stalled",
     "desync": "parameters differ",
     "no_process_group": "ranks never meet",

@@ -218,6 +218,7 @@ def test_slow_first_steps_are_no_finding() -> None:
 def test_pauses_for_validation_and_checkpoints_are_no_finding(every: int) -> None:
     """The pause itself is in no step; caches that it has emptied make the first step after it longer on one rank."""
     run = SimulatedRun()
+    run.state.apply(TrainingPlan(time=0.0, world_size=4, updates_per_epoch=100, samples_per_epoch=800))
     for n in range(400 // every):
         cold = run.step + 1
         slow: Slow = lambda step, rank, cold=cold: {"forward": 200.0} if (step, rank) == (cold, 0) else {}  # type: ignore[misc] # noqa: E731
