@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ class PeriodicDelays:
 
     def __init__(self) -> None:
         self._ranks: tuple[int, ...] = ()
-        self._delays: deque[_Delay] = deque(maxlen=limit.DELAYS)
+        self._delays: deque[_Delay] = deque(maxlen=4 * limit.DELAYS)
         self._stepping_ms = 0.0
 
     def symptoms(self, state: RunState, timeline: Timeline, added: Sequence[StepRow]) -> Sequence[Symptom]:
@@ -38,14 +39,16 @@ class PeriodicDelays:
         usual_ms = median([row.step_ms for row in timeline.rows])
         for row in added:
             self._follow(row, usual_ms)
-        first, newest = self._delays[0] if self._delays else None, timeline.rows[-1].step
-        if first is None or len(self._delays) < limit.DELAYS:
+        if len(self._delays) < limit.DELAYS:
             return []
-        last, others = self._delays[-1], list(self._delays)[1:]
-        distances = [after.step - before.step for before, after in zip(self._delays, others, strict=False)]
+        # Much shorter ones are other work on the machine.
+        least_ms = sorted([each.late_ms for each in self._delays])[-limit.DELAYS] / 2
+        first, *others = [each for each in self._delays if each.late_ms >= least_ms][-limit.DELAYS :]
+        last, newest = others[-1], timeline.rows[-1].step
+        distances = [after.step - before.step for before, after in pairwise((first, *others))]
         distance = median(distances)
         # A delay is known to be in one of the steps of an event.
-        unsure = max(each.steps for each in self._delays)
+        unsure = max(each.steps for each in (first, *others))
         regular = 3 * unsure <= distance and all(
             abs(each - distance) <= unsure - 1 + distance * limit.DISTANCE_SHARE for each in distances
         )

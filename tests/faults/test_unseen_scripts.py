@@ -221,3 +221,30 @@ for number in range(120):
     assert not any(finding.kind == "desync" for finding in state.past_findings)
     assert [finding.kind for finding in state.past_findings if finding.kind == "not_compared"] == ["not_compared"] * 2
     assert "DIFFER" not in out
+
+
+@pytest.mark.parametrize(
+    ("rank", "alone"), [(1, "time.sleep(0.3)"), (0, "evaluate()")], ids=["saves alone", "evaluates alone"]
+)
+def test_a_rank_that_is_alone_at_work_every_ten_steps_is_named(bench: Bench, rank: int, alone: str) -> None:
+    text = f"""{DDP}
+import time
+from torch.utils.data import DataLoader
+def evaluate():
+    model.module.eval()
+    with torch.no_grad():
+        for batch in DataLoader(torch.randn(40, 4), batch_size=8):
+            model.module(batch)
+            time.sleep(0.06)
+    model.module.train()
+for number in range(1, 72):
+    time.sleep(0.02)
+    step()
+    if number % 10 == 0 and rank == {rank}:
+        {alone}
+"""
+    state, _, err = run_script(bench, text, ranks=2)
+    (found,) = (each for key, each in state.findings.items() if key[0] == "periodic_delay")
+    assert (found.rank, found.evidence["every_steps"]) == (rank, 10)
+    assert re.search(rf"rank {rank} takes 0\.\d+ s longer than the others once in 10 steps, and they wait for it", err)
+    assert f"with rank {rank} slow now and then" in " ".join(err.split())
