@@ -91,6 +91,14 @@ def test_micro_batches_and_weights_of_two_layers_add_up_in_another_order_alone(t
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_an_embedding_whose_gradient_a_task_looks_at_stays(register: str) -> None:
+    model = nn.Embedding(5, 2)
+    getattr(model.weight, register)(lambda _: None)
+    RowGradients(model, [model.weight])
+    assert not model.sparse
+
+
 def test_only_embeddings_that_were_named_are_changed_and_sparse_ones_stay() -> None:
     model = nn.ModuleDict(
         {"named": nn.Embedding(5, 2), "other": nn.Embedding(5, 2), "own": nn.Embedding(5, 2, sparse=True)}

@@ -30,7 +30,7 @@ class RowGradients:
             # Others have a sparse gradient already, or no sparse one at all.
             if isinstance(module, nn.Embedding) and not (module.sparse or module.scale_grad_by_freq):
                 weight = wanted.get(id(module.weight))
-                if weight is not None and weight.requires_grad:
+                if weight is not None and weight.requires_grad and not _has_hooks(weight):
                     module.sparse = True
                     self._buffers[weight] = torch.zeros_like(weight, requires_grad=False)
 
@@ -55,3 +55,8 @@ class RowGradients:
             parameter.grad = buffer
             self._rows.append((buffer, torch.unique(indices)))
         return {buffer.data_ptr(): rows for buffer, rows in self._rows}
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether functions of the task are called with a parameter's gradient, which they expect to be dense."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
