@@ -43,20 +43,17 @@ class PeriodicDelays:
             return []
         # Much shorter ones are other work on the machine.
         least_ms = sorted([each.late_ms for each in self._delays])[-limit.DELAYS] / 2
-        first, *others = [each for each in self._delays if each.late_ms >= least_ms][-limit.DELAYS :]
-        last, newest = others[-1], timeline.rows[-1].step
-        distances = [after.step - before.step for before, after in pairwise((first, *others))]
+        delays = [each for each in self._delays if each.late_ms >= least_ms][-limit.DELAYS :]
+        first, last, others = delays[0], delays[-1], delays[1:]
+        distances = [after.step - before.step for before, after in pairwise(delays)]
         distance = median(distances)
         # A delay is known to be in one of the steps of an event.
-        unsure = max(each.steps for each in (first, *others))
+        unsure = max(each.steps for each in delays)
         regular = 3 * unsure <= distance and all(
             abs(each - distance) <= unsure - 1 + distance * limit.DISTANCE_SHARE for each in distances
         )
-        if (
-            {each.rank_index for each in others} != {first.rank_index}
-            or newest > last.step + 2 * distance
-            or not regular
-        ):
+        is_over = timeline.rows[-1].step > last.step + 2 * distance
+        if is_over or not regular or len({each.rank_index for each in delays}) > 1:
             return []
         rank = timeline.ranks[first.rank_index]
         late_ms, period_ms = median([each.late_ms for each in others]), (last.at_ms - first.at_ms) / len(others)
