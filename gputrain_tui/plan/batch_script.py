@@ -22,6 +22,8 @@ from trainer.host.addresses import is_loopback
 MASTER = "MASTER_ADDR="
 SLURM_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 """Variables that a step does not get from the plan: Slurm chooses its GPUs."""
+GPU_REQUESTS = ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK")
+"""Variables of a job by which srun, too, asks for its GPUs. A step may not ask for them by type and without."""
 CORE_OPTIONS = ("-c", "--cpus", "--exclusive", "--oversubscribe")
 """Beginnings of the options of sbatch that set the cores of a node; without any, a job takes whole nodes."""
 
@@ -225,7 +227,8 @@ def script(plan: Plan, *, name: str, options: SlurmOptions | None = None, saving
 
 
 def _steps(plan: Plan, counts: Sequence[int], named: bool) -> list[str]:
-    lines = ["steps=()"]
+    lines = [f"unset {' '.join(GPU_REQUESTS)}"] if any(counts) else []
+    lines.append("steps=()")
     for node, gpus in zip(plan.nodes, counts, strict=True):
         host = shell_quoted(address_of(node.host)) if named else f'"${{nodes[{node.node}]}}"'
         step = f"srun --nodes=1 --ntasks=1 --nodelist={host} --cpu-bind=none"

@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -108,6 +109,7 @@ def slurm(
     cpus: int = 8,
     proctrack: str = "linuxproc",
     memory: str = "",
+    gpus: int = 0,
 ) -> Iterator[Slurm]:
     """Start a cluster with a node per interface, and end it with all that runs on it.
 
@@ -119,6 +121,7 @@ def slurm(
         proctrack: how Slurm finds a job's processes: ``cgroup`` as most clusters do, which signals a step's tasks only.
         memory: how a job is held to its requested memory: ``cgroup``, by the kernel, or ``polled``, by a check
             every second; empty for not at all.
+        gpus: of the type h100 on each node, made of device files.
     """
     with ExitStack() as stack:
         # Names as administrators configure them: a node's own leads to the address that the others know.
@@ -132,7 +135,11 @@ def slurm(
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o400)
         conf = folder / "slurm.conf"
-        conf.write_text(_configuration(folder, login, nodes, cpus, proctrack, memory))
+        conf.write_text(_configuration(folder, login, nodes, cpus, proctrack, memory, gpus))
+        for number in range(gpus):
+            os.mknod(folder / f"gpu{number}", 0o600 | stat.S_IFCHR, os.makedev(1, 3))  # as /dev/null
+        if gpus:
+            (folder / "gres.conf").write_text(f"Name=gpu Type=h100 File={folder}/gpu[0-{gpus - 1}]\n")
         (folder / "plugstack.conf").write_text("")
         constrained = "yes" if memory == "cgroup" else "no"
         (folder / "cgroup.conf").write_text(
@@ -156,7 +163,13 @@ def slurm(
 
 
 def _configuration(
-    folder: Path, login: NamespaceHost, nodes: Sequence[NamespaceHost], cpus: int, proctrack: str, memory: str
+    folder: Path,
+    login: NamespaceHost,
+    nodes: Sequence[NamespaceHost],
+    cpus: int,
+    proctrack: str,
+    memory: str,
+    gpus: int,
 ) -> str:
     settings = {
         "ClusterName": "lab",
@@ -204,11 +217,11 @@ def _configuration(
             "JobAcctGatherFrequency": "task=1",
             "JobAcctGatherParams": "OverMemoryKill",
         }
+    if gpus:
+        settings["GresTypes"] = "gpu"
+    resources = f"CPUs={cpus} RealMemory=1000" + (f" Gres=gpu:h100:{gpus}" if gpus else "")
     lines = [f"{name}={value}" for name, value in settings.items()]
-    lines += [
-        f"NodeName={node.name} NodeHostname={node.name} NodeAddr={node.address} CPUs={cpus} RealMemory=1000"
-        for node in nodes
-    ]
+    lines += [f"NodeName={node.name} NodeHostname={node.name} NodeAddr={node.address} {resources}" for node in nodes]
     names = ",".join(node.name for node in nodes)
     lines.append(f"PartitionName=main Nodes={names} Default=YES State=UP PreemptMode=OFF")
     for mode in ("cancel", "requeue"):

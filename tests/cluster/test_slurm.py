@@ -999,6 +999,53 @@ def test_a_job_over_its_memory_limit_is_reported_with_rank_host_limit_and_key(
     }
 
 
+SEES_GPUS = """\
+import os
+print("GPUs", os.environ["CUDA_VISIBLE_DEVICES"], "of rank", os.environ["RANK"])
+"""
+
+
+def test_gpus_that_are_requested_by_their_type_reach_the_steps_of_a_job(tmp_path: Path, driver: Path) -> None:
+    """Submitted, by a batch script, and in allocations with the type and without; fewer of them are named."""
+    require_slurm()
+    (tmp_path / "gpus.py").write_text(SEES_GPUS)
+    text = '[train]\nscript = "gpus.py"\n[[cluster.nodes]]\ngpus = 2\n[slurm]\nnodes = 2\n'
+    (tmp_path / "typed.toml").write_text(f'{text}gpu_type = "h100"\n')
+    (tmp_path / "other.toml").write_text(f'{text}gpu_type = "a100"\n')
+    folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))
+    try:
+        environ = ENVIRON | {"LD_LIBRARY_PATH": str(driver)}
+        with slurm(folder, dict(list(IN_CGROUPS.items())[:2]), environ=environ, gpus=2) as running:
+            user = SlurmUser(running, tmp_path)
+            home = tmp_path / "home" / "runs"
+            for start in (
+                [],
+                ["salloc", "--nodes=2", "--gpus-per-node=h100:2"],
+                ["salloc", "--nodes=2", "--gpus=h100:4"],
+                ["salloc", "--nodes=2", "--gpus-per-task=h100:1", "--ntasks-per-node=2"],
+                ["salloc", "--nodes=2", "--gres=gpu:2"],
+            ):
+                done = running.run(*start, *user.words("run", "typed.toml"), cwd=tmp_path, check=False)
+                assert done.returncode == 0, (start, done.stderr)
+                for rank in range(4):
+                    (log,) = home.glob(f"2*/logs/{rank}.log")
+                    assert f"GPUs 0,1 of rank {rank}\n" in log.read_text()
+                shutil.rmtree(home)
+            (tmp_path / "job.sh").write_text(user.run("plan", "typed.toml", "--sbatch").stdout)
+            assert running.wait(running.submit(tmp_path / "job.sh"))["JobState"] == "COMPLETED"
+            printed = output(tmp_path / "job.sh")
+            assert sorted(re.findall(r"GPUs 0,1 of rank (\d)", printed)) == ["0", "1", "2", "3"]
+            words = ("salloc", "--nodes=2", "--gpus-per-node=1", *user.words("run", "typed.toml"))
+            fewer = running.run(*words, cwd=tmp_path, check=False)
+            other = user.run("check", "other.toml", check=False)
+    finally:
+        shutil.rmtree(folder)
+    assert fewer.returncode == 1
+    assert "has fewer GPUs in this job than the 2 of the plan; salloc and sbatch take --gpus-per-node=2" in fewer.stderr
+    assert other.returncode == 3
+    assert "requested were --nodes=2 --exclusive --gpus-per-node=a100:2\n" in other.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.timing
 def test_a_run_is_saved_and_a_killed_node_named_where_slurm_signals_only_a_steps_tasks(

@@ -42,6 +42,8 @@ OUT_OF_MEMORY = re.compile(
     r"oom.kill|out of memory|exceeded (?:job |step )?memory limit(?: \(\d+ > (\d+)\))?", re.IGNORECASE
 )
 """Message of Slurm that a node's processes exceeded the memory limit; some have the limit in bytes."""
+NO_GPUS = "Invalid generic resource (gres) specification"
+"""Message of srun that the job does not have the GPUs of a step."""
 CONSEQUENCES = frozenset({*LOST_PEER_KINDS, "signal", "exit", "out_of_memory", "join_timeout"})
 """Kinds of failures that may be consequences of Slurm's actions; other kinds are causes themselves."""
 KILLED_WORKER = "killed by signal"
@@ -106,6 +108,11 @@ def with_slurm_cause(
             megabytes = environ.get("SLURM_MEM_PER_NODE", "")
             of_job = int(megabytes) << 20 if megabytes.isdecimal() else None
             return _out_of_memory(node, failure, int(match[1]) if match[1] else of_job, run_dir)
+        if is_consequence and NO_GPUS in text:
+            gpus = len(set(node.devices))
+            what = f"{node.host} has fewer GPUs in this job than the {gpus} of the plan"
+            fix = f"salloc and sbatch take --gpus-per-node={gpus}"
+            return failed("slurm", f"{what}; {fix}", host=node.host)
     lost = _lost_nodes(node_texts, run_dir)
     if cause == slurm_commands.WORDS["NODE_FAIL"] or (lost and is_consequence):
         return _node_lost(lost, requeued=bool(cause) and requeues(run_dir))

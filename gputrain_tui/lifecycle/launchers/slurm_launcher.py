@@ -20,6 +20,7 @@ from gputrain_tui.hosts import slurm_commands
 from gputrain_tui.hosts.host_agent import node_command
 from gputrain_tui.hosts.host_names import address_of, is_pending
 from gputrain_tui.lifecycle.launchers.local_launcher import ChildProcess, LocalLauncher, LocalProcess, node_environment
+from gputrain_tui.plan.batch_script import GPU_REQUESTS, SLURM_VARIABLES
 from gputrain_tui.plan.planner import Plan, PlannedNode, with_rendezvous
 from gputrain_tui.preflight.result import CheckResult, error, ok, warning
 from trainer.contract.errors import ExitCode, RequestError, listed
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from gputrain_tui.lifecycle.attempt import AttemptResult
     from gputrain_tui.recipe.model import Recipe
 
-SLURM_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
-"""Variables that Slurm sets in a step."""
 FIRST_PORT, PORTS = 12_000, 18_000
 """Ports 12000 to 29999, below Linux's ephemeral ports, one of which a job gets by its number: jobs may share a host."""
 IN_FOLDER = f"""if ! [ -e "$0/plan.json" ]; then
@@ -242,7 +241,8 @@ class SlurmLauncher(LocalLauncher):
         workdir = expand_home(node.workdir) if node.workdir else Path()
         command = node_command([python, *node.argv[1:]], node.setup)
         environment = node_environment(node, env, leased=leased)
-        environment.pop("TMPDIR", None)  # may exist on this machine only
+        for name in ("TMPDIR", *GPU_REQUESTS):  # the first may exist on this machine only
+            environment.pop(name, None)
         if slurm_commands.is_in_step():
             environment["SLURM_OVERLAP"] = "1"  # else srun waits without a word for the step in which it is typed
         with os.fdopen(open_to_append(run_dir.node_log(node.node)), "ab") as log:

@@ -33,7 +33,7 @@ from gputrain_tui.lifecycle.polling import MAX_QUERY_INTERVAL_S, MIN_QUERY_INTER
 from gputrain_tui.lifecycle.report_sinks import report_end
 from gputrain_tui.lifecycle.run_status import RunStatusWriter
 from gputrain_tui.lifecycle.saving_time import saving_time_before
-from gputrain_tui.plan.batch_script import sbatch_arguments, supervisor_script
+from gputrain_tui.plan.batch_script import SIGNAL, sbatch_arguments, supervisor_script
 from gputrain_tui.plan.planner import Plan
 from gputrain_tui.preflight.checks import with_location
 from gputrain_tui.preflight.result import CheckResult, NotReadyError, error, ok, warning
@@ -52,6 +52,9 @@ RECORD_TIMEOUT_S = 5.0
 """Time for the supervisor of a completed job to record the end of the run."""
 PUT_BACK_AFTER_LOSS = f"{REQUEUED}, as it lost the host of its supervisor"
 FIX = "`sinfo` lists the partitions and nodes of the cluster"
+NODES_FIX = "`sinfo -N -o '%N %P %G %c %m %f'` lists nodes with partition, GPUs, cores, memory and features"
+NOT_OF_NODES = ("--job-name=", "--output=", "--open-mode=", "--ntasks-per-node=", "--requeue", SIGNAL)
+"""Beginnings of the options of ``sbatch`` that any node fulfils."""
 KEY_OF_WORD = {
     "partition": "partition",
     "account": "account",
@@ -72,13 +75,18 @@ def check(recipe: Recipe, plan: Plan) -> CheckResult:
         accepted = slurm_commands.test(arguments, script)
     except RequestError as refused:
         refusal = str(refused)
-        drained: list[str] = []
         if "node configuration is not available" in refusal:  # also of nodes that come back: sbatch queues the job
+            drained: list[str] = []
             with suppress(RequestError):
                 drained = slurm_commands.drained_hosts(None if recipe.slurm is None else recipe.slurm.partition)
-        if drained:
-            what = f"{refusal}; the job may wait for {', '.join(drained)}, down or drained"
-            return with_location(warning("Slurm", what, "`sinfo --list-reasons` tells why", key="slurm.nodes"), recipe)
+            if drained:
+                what = f"{refusal}; the job may wait for {', '.join(drained)}, down or drained"
+                return with_location(
+                    warning("Slurm", what, "`sinfo --list-reasons` tells why", key="slurm.nodes"), recipe
+                )
+            requests = [word for word in arguments if not word.startswith(NOT_OF_NODES)]
+            what = f"{refusal}, requested were {' '.join(requests)}"
+            return with_location(error("Slurm", what, NODES_FIX, key="slurm.nodes"), recipe)
         keys = (f"slurm.{key}" for word, key in KEY_OF_WORD.items() if word in refusal.lower())
         return with_location(error("Slurm", refusal, FIX, key=next(keys, "cluster.launcher")), recipe)
     return ok("Slurm", accepted.removeprefix("sbatch: "))
