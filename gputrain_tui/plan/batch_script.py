@@ -22,7 +22,9 @@ from trainer.host.addresses import is_loopback
 MASTER = "MASTER_ADDR="
 SLURM_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 """Variables that a step does not get from the plan: Slurm chooses its GPUs."""
-GPU_REQUESTS = ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK")
+GPU_OPTIONS = ("--gres=gpu", "--gpus", "-G")
+"""Beginnings of the options of sbatch that ask for GPUs; some clusters know one of them only."""
+GPU_REQUESTS = ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
 """Variables of a job by which srun, too, asks for its GPUs. A step may not ask for them by type and without."""
 CORE_OPTIONS = ("-c", "--cpus", "--exclusive", "--oversubscribe")
 """Beginnings of the options of sbatch that set the cores of a node; without any, a job takes whole nodes."""
@@ -50,9 +52,7 @@ def sbatch_arguments(
         arguments += [f"--nodes={nodes}", "--ntasks-per-node=1", *_resource_arguments(options)]
         if not all(map(is_pending, hosts)):
             arguments.append(f"--nodelist={','.join(hosts)}")
-        if gpus:
-            arguments.append(_gpus_per_node(gpus, options))
-        arguments += options.extra
+        arguments += [*_gpus_per_node(gpus, options), *options.extra]
     if options.requeue:
         arguments[:0] = ["--requeue", f"{SIGNAL}{save_before_limit_s(options.time, saving_s)}"]
     return arguments
@@ -190,8 +190,8 @@ def script(plan: Plan, *, name: str, options: SlurmOptions | None = None, saving
     ]
     if named:
         head.append(f"#SBATCH --nodelist={printable(','.join(hosts))}")  # a line break would begin a line of its own
-    if counts[0] and len(set(counts)) == 1:
-        head.append(f"#SBATCH {printable(shell_quoted(_gpus_per_node(counts[0], options)))}")
+    if len(set(counts)) == 1:
+        head += [f"#SBATCH {printable(shell_quoted(word))}" for word in _gpus_per_node(counts[0], options)]
     limit = None if options is None else options.time
     head.append("# Time to save before the limit: the signal goes to the steps, which end.")
     head.append(f"#SBATCH --signal=USR1@{save_before_limit_s(limit, saving_s)}")
@@ -262,9 +262,11 @@ def _command(arguments: Sequence[str], plan: Plan, named: bool) -> str:
     return " ".join(texts)
 
 
-def _gpus_per_node(count: int, options: SlurmOptions | None) -> str:
+def _gpus_per_node(count: int, options: SlurmOptions | None) -> list[str]:
+    if not count or (options is not None and any(word.startswith(GPU_OPTIONS) for word in options.extra)):
+        return []
     kind = "" if options is None or options.gpu_type is None else f"{options.gpu_type}:"
-    return f"--gpus-per-node={kind}{count}"
+    return [f"--gpus-per-node={kind}{count}"]
 
 
 def _gpus(node: PlannedNode) -> int:

@@ -1012,21 +1012,22 @@ def test_gpus_that_are_requested_by_their_type_reach_the_steps_of_a_job(tmp_path
     text = '[train]\nscript = "gpus.py"\n[[cluster.nodes]]\ngpus = 2\n[slurm]\nnodes = 2\n'
     (tmp_path / "typed.toml").write_text(f'{text}gpu_type = "h100"\n')
     (tmp_path / "other.toml").write_text(f'{text}gpu_type = "a100"\n')
+    (tmp_path / "gres.toml").write_text(f'{text}extra = ["--gres=gpu:h100:2"]\n')
     folder = Path(tempfile.mkdtemp(prefix="gt-", dir="/tmp"))
     try:
         environ = ENVIRON | {"LD_LIBRARY_PATH": str(driver)}
         with slurm(folder, dict(list(IN_CGROUPS.items())[:2]), environ=environ, gpus=2) as running:
             user = SlurmUser(running, tmp_path)
             home = tmp_path / "home" / "runs"
-            for start in (
-                [],
-                ["salloc", "--nodes=2", "--gpus-per-node=h100:2"],
-                ["salloc", "--nodes=2", "--gpus=h100:4"],
-                ["salloc", "--nodes=2", "--gpus-per-task=h100:1", "--ntasks-per-node=2"],
-                ["salloc", "--nodes=2", "--gres=gpu:2"],
+            for start, name in (
+                ([], "typed.toml"),
+                ([], "gres.toml"),
+                (["salloc", "--nodes=2", "--gpus-per-node=h100:2"], "typed.toml"),
+                (["salloc", "--nodes=2", "--gpus=h100:4"], "typed.toml"),
+                (["salloc", "--nodes=2", "--gpus-per-task=h100:1", "--ntasks-per-node=2"], "typed.toml"),
             ):
-                done = running.run(*start, *user.words("run", "typed.toml"), cwd=tmp_path, check=False)
-                assert done.returncode == 0, (start, done.stderr)
+                done = running.run(*start, *user.words("run", name), cwd=tmp_path, check=False)
+                assert done.returncode == 0, (start, name, done.stderr)
                 for rank in range(4):
                     (log,) = home.glob(f"2*/logs/{rank}.log")
                     assert f"GPUs 0,1 of rank {rank}\n" in log.read_text()

@@ -43,8 +43,13 @@ def planned(*gpus: int, slurm: str = "[slurm]\n", local: LocalFacts = LOGIN) -> 
             "--nodes=2 --ntasks-per-node=1 --partition=gpu --gpus-per-node=h200:4 --cpus-per-task=8 : "
             "--nodes=1 --ntasks-per-node=1 --partition=gpu --gpus-per-node=h200:1 --cpus-per-task=8",
         ),
+        (
+            (2, 2),
+            {"extra": ("--gres=gpu:h100:2",)},
+            "--nodes=2 --ntasks-per-node=1 --exclusive --gres=gpu:h100:2",
+        ),
     ],
-    ids=["alike", "heterogeneous"],
+    ids=["alike", "heterogeneous", "GPUs as the cluster asks for them"],
 )
 def test_sbatch_requests_the_nodes_of_the_recipe(gpus: tuple[int, ...], options: dict[str, object], words: str) -> None:
     found = sbatch_arguments(planned(*gpus), SlurmOptions(**options), name="a b", output="/runs/100%")  # type: ignore[arg-type]
