@@ -57,6 +57,10 @@ class PeriodicDelays:
             return []
         rank = timeline.ranks[first.rank_index]
         late_ms, period_ms = median([each.late_ms for each in others]), (last.at_ms - first.at_ms) / len(others)
+        # As with local SGD the others may meet a rank seldom that is late in each step: that is a straggler.
+        each_step_ms = median([row.own_excess[first.rank_index] for row in timeline.rows])
+        if distance * each_step_ms >= late_ms / 2:
+            return []
         share = min(late_ms / period_ms, 1.0)
         phase = max(PHASES, key=lambda name: median([each.excess_ms[name] for each in others]))
         explained = median([each.excess_ms[phase] for each in others]) >= limit.MIN_EXPLAINED_SHARE * late_ms

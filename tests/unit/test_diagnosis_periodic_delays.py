@@ -15,7 +15,13 @@ STEP_MS = 50.0
 
 
 def diagnosed(
-    late_ms: Mapping[int, tuple[int, float]], *, steps: int, ranks: int = 3, phase: str = "other", merged: int = 1
+    late_ms: Mapping[int, tuple[int, float]],
+    *,
+    steps: int,
+    ranks: int = 3,
+    phase: str = "other",
+    merged: int = 1,
+    own_ms: float | None = None,
 ) -> list[Finding]:
     """Return the findings of a run.
 
@@ -25,6 +31,7 @@ def diagnosed(
         ranks: of the run.
         phase: in which it is late; at the end of the step before, which the others see in their next wait, or in it.
         merged: steps of an event.
+        own_ms: by how much the forward pass of rank 1 takes longer in each step, in place of work at the delays.
     """
     state, diagnosis, findings = RunState(world_size=ranks, history=HISTORY), Diagnosis(), []
     now = 0.0
@@ -39,6 +46,10 @@ def diagnosed(
             waits = sum(ms for late, ms in delays if late != rank) / merged
             phases = {"data": 1.0, "forward": 20.0, "backward": 23.0, "optimizer": 3.0, "other": 2.0}
             phases[phase] += own
+            if own_ms is not None:
+                phases[phase] -= own
+                phases["forward"] += own_ms if rank == 1 else 0.0
+                whole_ms = merged * (sum(phases.values()) + 1.0 + waits)
             event = Step(
                 time=now, rank=rank, step=last, epoch=1, steps=merged, samples=8, loss=1.0, step_ms=whole_ms / merged,
                 sync_exposed_ms=1.0 + waits, **{f"{name}_ms": ms for name, ms in phases.items() if name != "other"},
@@ -99,3 +110,12 @@ def test_delays_of_ranks_in_turns_and_too_few_name_no_rank() -> None:
 
 def test_a_rank_that_is_late_in_each_step_is_a_straggler_alone() -> None:
     assert diagnosed(every(1, 1, 100.0, until=200), steps=200) == []
+
+
+@pytest.mark.parametrize("merged", [1, 4])
+@pytest.mark.parametrize(("own_ms", "names"), [(200.0, False), (20.0, True)])
+def test_a_rank_that_is_late_in_each_step_has_no_periodic_delay_where_ranks_seldom_meet(
+    merged: int, own_ms: float, names: bool
+) -> None:
+    delays = every(20, 1, 20 * 200.0, until=200)
+    assert bool(diagnosed(delays, steps=200, merged=merged, own_ms=own_ms)) is names

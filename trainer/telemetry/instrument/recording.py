@@ -428,6 +428,8 @@ class Recording:
         called = None if self._misses_calls or not one or not tracker.size[0] else tracker.size
         size = self.batches.end_step(called, is_wrapped=len(self._wrapped) == 1 and one, extends=extends)
         tracker.size = self.parallelism.size_to_count(size, optimizer, self.collectives.sends, tracker.loss)
+        if self.parallelism.pipelined is not None:
+            self.batches.unknown = ""  # micro-batches count, on the rank of the last stage
         tracker.end(optimizer, steps, extends=extends, may_go_on=self._cycle.may_go_on)
         self.unseen.end_step()
         self._begin_step()
