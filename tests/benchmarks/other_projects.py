@@ -472,7 +472,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
     parser.add_argument("--bits", type=int, default=0, help="compare the parameters of this many steps instead")
     arguments = parser.parse_args()
-    kept = arguments.keep or Path(tempfile.mkdtemp(prefix="other-projects-"))
+    kept = arguments.keep.resolve() if arguments.keep else Path(tempfile.mkdtemp(prefix="other-projects-"))
     kept.mkdir(exist_ok=True, parents=True)
     chosen = [project for project in PROJECTS if re.search(arguments.only, project.name)]
     if arguments.bits:
