@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -75,21 +75,23 @@ def check(recipe: Recipe, plan: Plan) -> CheckResult:
         accepted = slurm_commands.test(arguments, script)
     except RequestError as refused:
         refusal = str(refused)
-        if "node configuration is not available" in refusal:  # also of nodes that come back: sbatch queues the job
-            drained: list[str] = []
-            with suppress(RequestError):
-                drained = slurm_commands.drained_hosts(None if recipe.slurm is None else recipe.slurm.partition)
-            if drained:
-                what = f"{refusal}; the job may wait for {', '.join(drained)}, down or drained"
-                return with_location(
-                    warning("Slurm", what, "`sinfo --list-reasons` tells why", key="slurm.nodes"), recipe
-                )
-            requests = [word for word in arguments if not word.startswith(NOT_OF_NODES)]
-            what = f"{refusal}, requested were {' '.join(requests)}"
-            return with_location(error("Slurm", what, NODES_FIX, key="slurm.nodes"), recipe)
+        if "node configuration is not available" in refusal:
+            return with_location(_without_fitting_nodes(refusal, recipe, arguments), recipe)
         keys = (f"slurm.{key}" for word, key in KEY_OF_WORD.items() if word in refusal.lower())
         return with_location(error("Slurm", refusal, FIX, key=next(keys, "cluster.launcher")), recipe)
     return ok("Slurm", accepted.removeprefix("sbatch: "))
+
+
+def _without_fitting_nodes(refusal: str, recipe: Recipe, arguments: Sequence[str]) -> CheckResult:
+    """Return what a refusal means that is also given for nodes that come back, for which sbatch queues the job."""
+    drained: list[str] = []
+    with suppress(RequestError):
+        drained = slurm_commands.drained_hosts(None if recipe.slurm is None else recipe.slurm.partition)
+    if drained:
+        what = f"{refusal}; the job may wait for {', '.join(drained)}, down or drained"
+        return warning("Slurm", what, "`sinfo --list-reasons` tells why", key="slurm.nodes")
+    requests = [word for word in arguments if not word.startswith(NOT_OF_NODES)]
+    return error("Slurm", f"{refusal}, requested were {' '.join(requests)}", NODES_FIX, key="slurm.nodes")
 
 
 def _submission(recipe: Recipe, plan: Plan, run_dir: RunDir) -> tuple[list[str], str]:
