@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from manual_clock import ManualClock
 
 from trainer.contract.record import EventWriter, Step, decode_events
 from trainer.contract.record.collective_groups import CollectiveCall, GroupSync
 from trainer.telemetry.clocks import HostClock
-from trainer.telemetry.collectives.collective_meter import bytes_of
+from trainer.telemetry.collectives.collective_meter import CollectiveMeter, bytes_of
 from trainer.telemetry.collectives.collective_times import collective_times
 from trainer.telemetry.collectives.group_names import NamedGroup, name_of
 from trainer.telemetry.collectives.readings import Call, StepCollectives
@@ -24,6 +25,10 @@ BOUNDS_MS = (0, 10, 30, 40, 45)
 """Start of the step, end of each phase, end of the step."""
 
 
+class Group:
+    """Process group."""
+
+
 def at(ms: float) -> tuple[float, float]:
     return ms / 1e3, 0.0
 
@@ -32,11 +37,11 @@ def step_of(*calls: tuple[int, str, float, list[tuple[float, float]], bool], det
     """Return readings of calls: group, operation, start, times of waiting, and whether the last one completes it."""
     step = StepCollectives(GROUPS, detailed)
     for group, operation, start, waits, complete in calls:
-        call = Call(group, operation, 100, _interval(start), at(start), at(start))
+        call = Call(group, operation, 100, _interval(start), start / 1e3, start / 1e3)
         step.calls.append(call)
         for begin, end in waits:
             last = complete and (begin, end) == waits[-1]
-            step.waits.append((call, _interval(begin), at(begin), at(end), last))
+            step.waits.append((call, _interval(begin), begin / 1e3, end / 1e3, last))
     return step
 
 
@@ -144,6 +149,33 @@ def test_collectives_of_an_evaluation_count_to_nothing() -> None:
     assert times.exposed_ms == {"forward": pytest.approx(1.0)}
     assert times.excluded_ms == pytest.approx(3.0)
     assert [group.calls for group in times.groups] == [1]
+
+
+def test_run_delay_within_waits_is_told_apart_from_that_of_the_phases() -> None:
+    host, delay = ManualClock(), ManualClock(0.0)
+    clock = HostClock(host, lambda: delay.seconds)
+    meter = CollectiveMeter()
+    meter.names.index = lambda group: 0  # type: ignore[method-assign]
+    meter.names.named.append(GROUPS[0])
+    meter.attach(clock, lambda: False)
+    phases: list[str] = []
+    meter.begin_step(phases)
+    marks = [clock.mark()]
+    for phase, in_phase_ms, in_wait_ms in (("forward", 3.0, 5.0), ("backward", 2.0, 0.5), ("excluded", 0.0, 4.0)):
+        host.advance(100.0)
+        delay.advance(in_phase_ms)
+        call = meter.begin(Group(), "all_reduce", [])
+        assert call is not None
+        host.advance(100.0)
+        delay.advance(in_wait_ms)
+        meter.launched(call, None)
+        phases.append(phase)
+        marks.append(clock.mark())
+    step = meter.take()
+    assert step is not None
+    times = collective_times(step, phases, marks[0], clock)
+    assert times.core_wait_ms == pytest.approx({"forward": 5.0, "backward": 0.5})
+    assert clock.waits_ms(marks) == pytest.approx([8.0, 2.5, 4.0])
 
 
 def test_merged_groups_are_means_over_all_steps() -> None:

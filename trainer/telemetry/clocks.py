@@ -17,6 +17,8 @@ from torch import Tensor
 
 Mark = Any
 """Reading of the host's clock, or recorded CUDA event; opaque outside of its clock."""
+Instant = Any
+"""A mark without the run delay: a plain number on the host, since a step may have hundreds."""
 
 Scalar = Tensor | float | None
 
@@ -35,13 +37,13 @@ class HostClock:
     def __init__(
         self, clock: Callable[[], float] = time.perf_counter, waits: Callable[[], float] | None = None
     ) -> None:
-        self._clock = clock
-        self._waits = waits
+        self.instant = self._clock = clock
+        self._waits = waits or (lambda: 0.0)
         self.counts_waits = waits is not None
         self._waited = 0.0
-        """Run delay at the last mark that read it."""
-        self._next_read_s = -math.inf
-        """Time from which a mark reads it again."""
+        """Run delay when it was read last."""
+        self.next_read_s = -math.inf if self.counts_waits else math.inf
+        """Time from which it is read again."""
 
     @staticmethod
     def is_capturing() -> bool:
@@ -54,14 +56,20 @@ class HostClock:
     def mark(self, *, waits: bool = True) -> tuple[float, float]:
         """Return a mark after all work that is queued on the device; without ``waits`` the run delay is not read."""
         now = self._clock()
-        if waits and now >= self._next_read_s and self._waits is not None:
-            self._waited, read_s = self._waits(), self._clock()
-            self._next_read_s = read_s + (read_s - now) / self.READ_SHARE
+        if waits and now >= self.next_read_s:
+            self.read_delay_s(now)
         return now, self._waited
+
+    def read_delay_s(self, now: float) -> float:
+        """Read the run delay, which is due; return its growth since it was read last, seconds."""
+        before, self._waited = self._waited, self._waits()
+        read_s = self._clock()
+        self.next_read_s = read_s + (read_s - now) / self.READ_SHARE
+        return self._waited - before
 
     def waits_ms(self, marks: Sequence[Mark]) -> list[float] | None:
         """Return the milliseconds of run delay between each mark and the next; None where it is not counted."""
-        if self._waits is None:
+        if not self.counts_waits:
             return None
         return [(end - start) * 1e3 for (_, start), (_, end) in pairwise(marks)]
 
@@ -75,10 +83,10 @@ class HostClock:
     def elapsed_ms(self, start: Mark, end: Mark) -> float:
         return float(end[0] - start[0]) * 1e3
 
-    def offsets_ms(self, start: Mark, marks: Iterable[Mark]) -> list[float]:
-        """Return the milliseconds from one mark to each of others."""
+    def offsets_ms(self, start: Mark, instants: Iterable[Instant]) -> list[float]:
+        """Return the milliseconds from a mark to each instant."""
         origin = start[0]
-        return [(at - origin) * 1e3 for at, _ in marks]
+        return [(at - origin) * 1e3 for at in instants]
 
     def release(self, marks: Iterable[Mark]) -> None:
         """Put marks that are not read any more into the pool."""
@@ -116,6 +124,7 @@ class CudaClock:
         self._peak_bytes = peak_bytes
         self._stream = stream or _current_stream(device)
         self._event = event or (lambda: torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        self.instant = self.mark
         self._events: list[Any] = []
         self._pinned: list[tuple[Tensor, ...]] = []
         """Numbers in page-locked memory, [] each, of the copies that were read."""
@@ -145,8 +154,8 @@ class CudaClock:
         milliseconds: float = start.elapsed_time(end)
         return milliseconds
 
-    def offsets_ms(self, start: Any, marks: Iterable[Any]) -> list[float]:
-        return [start.elapsed_time(mark) for mark in marks]
+    def offsets_ms(self, start: Any, instants: Iterable[Any]) -> list[float]:
+        return [start.elapsed_time(instant) for instant in instants]
 
     def release(self, marks: Iterable[Any]) -> None:
         self._events.extend(marks)

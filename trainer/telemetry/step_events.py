@@ -100,6 +100,7 @@ def joined(first: StepReading, more: StepReading) -> StepReading:
             first.collectives.detailed,
             [*first.collectives.calls, *more.collectives.calls],
             [*first.collectives.waits, *[(w[0], w[1] + len(phases), *w[2:]) for w in more.collectives.waits]],
+            [*first.collectives.delays, *[(at + len(phases), delay_s) for at, delay_s in more.collectives.delays]],
         )
 
     def numbers() -> Sequence[float | None]:

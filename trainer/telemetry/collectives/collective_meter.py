@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from trainer.telemetry.clocks import Clock, CudaClock, Mark
+from trainer.telemetry.clocks import Clock, CudaClock, HostClock, Instant
 from trainer.telemetry.collectives.group_names import GroupNames
 from trainer.telemetry.collectives.readings import Call, StepCollectives
 from trainer.telemetry.collectives.side_streams import SideStreams
@@ -72,7 +72,9 @@ class CollectiveMeter:
         self.blocked: Call | None = None
         """The collective that the training thread is in, or waits for."""
         self.names = GroupNames()
-        self._mark: Callable[[], Mark] = lambda: None
+        self._now: Callable[[], Instant] = lambda: None
+        self._delays: HostClock | None = None
+        """Where the run delay is counted."""
         self._streams: SideStreams | None = None
         """On a GPU."""
         self._is_capturing: Callable[[], bool] = lambda: False
@@ -89,7 +91,8 @@ class CollectiveMeter:
 
     def attach(self, clock: Clock, in_backward: Callable[[], bool]) -> None:
         """Begin to follow the calls of this thread, and those of autograd's threads in its backward passes."""
-        self._mark = clock.mark
+        self._now = clock.instant
+        self._delays = clock if isinstance(clock, HostClock) and clock.counts_waits else None
         if isinstance(clock, CudaClock):
             self._streams = SideStreams(clock.stream_handle)
             self._is_capturing = clock.is_capturing
@@ -130,6 +133,7 @@ class CollectiveMeter:
         step = self._step
         step.calls = [call for call in step.calls if call.interval < phases]
         step.waits = [(call, min(interval, phases), *rest) for call, interval, *rest in step.waits]
+        step.delays = [(min(interval, phases), delay_s) for interval, delay_s in step.delays]
 
     def described(self, call: Call) -> str:
         """Return operation and group of a call, for a reader; also on other threads."""
@@ -155,14 +159,16 @@ class CollectiveMeter:
                 index = known[1] if known is not None and known[0]() is group else self.names.index(group)
                 if index is None:
                     return None
-                nbytes, start = bytes_of(tensors), self._mark()
+                nbytes, start = bytes_of(tensors), self._now()
                 call = Call(index, operation, nbytes, len(self._phases), start, start)
                 self._step.calls.append(call)
                 if self._streams is not None:
                     self._streams.issued(call)
             else:
                 call.bytes += bytes_of(tensors)
-                call.begun = self._mark()
+                call.begun = start = self._now()
+            if self._delays is not None and start >= self._delays.next_read_s:
+                self._delays.read_delay_s(start)
             self.blocked = call
             return call
         except Exception as error:  # noqa: BLE001 - written out, as a step may have hundreds of these calls
@@ -174,8 +180,10 @@ class CollectiveMeter:
         try:
             self.blocked = outer = self._outer
             if self._streams is None or not self._streams.is_elsewhere():
-                complete = work is None and call is not outer
-                self._step.waits.append((call, len(self._phases), call.begun, self._mark(), complete))
+                complete, end = work is None and call is not outer, self._now()
+                self._step.waits.append((call, len(self._phases), call.begun, end, complete))
+                if self._delays is not None and end >= self._delays.next_read_s:
+                    self._step.delays.append((len(self._phases), self._delays.read_delay_s(end)))
             if work is not None:
                 works = self._works
                 works[id(work)] = ref(work), call
@@ -202,9 +210,7 @@ class CollectiveMeter:
             known = self._works.pop(id(work), None)
             if known is None or known[0]() is not work:
                 return None
-            self.blocked = call = known[1]
-            call.begun = self._mark()
-            return call
+            return self._begin_wait(known[1])
         except Exception as error:  # noqa: BLE001 - written out, as a step may have hundreds of these calls
             self.fail(error)
             return None
@@ -223,8 +229,10 @@ class CollectiveMeter:
             if self._streams is None or not self._streams.is_elsewhere():
                 # A work and its future may both be waited for. A function that calls collectives itself is complete
                 # when it returns.
-                complete = not call.waited and call is not outer
-                self._step.waits.append((call, len(self._phases), call.begun, self._mark(), complete))
+                complete, end = not call.waited and call is not outer, self._now()
+                self._step.waits.append((call, len(self._phases), call.begun, end, complete))
+                if self._delays is not None and end >= self._delays.next_read_s:
+                    self._step.delays.append((len(self._phases), self._delays.read_delay_s(end)))
             call.waited = True
         except Exception as error:  # noqa: BLE001 - written out, as a step may have hundreds of these calls
             self.fail(error)
@@ -252,7 +260,7 @@ class CollectiveMeter:
         index = None if resolved is None else self.names.index(resolved)
         if index is None:
             return None
-        nbytes, start = bytes_of(tensors), self._mark()
+        nbytes, start = bytes_of(tensors), self._now()
         call = Call(index, operation, nbytes, len(self._phases), start, start)
         self._step.calls.append(call)
         if self._streams is not None:
@@ -274,7 +282,7 @@ class CollectiveMeter:
             call.bytes *= len(self.names.named[call.group].ranks) or 1
         tensors = results if isinstance(results, list | tuple) else (results,)
         if call.waited or not tensors:
-            now = self._mark()
+            now = self._now()
             self._step.waits.append((call, len(self._phases), now, now, True))
             return
         for tensor in tensors:
@@ -314,7 +322,9 @@ class CollectiveMeter:
 
     def _begin_wait(self, call: Call) -> Call:
         self.blocked = call
-        call.begun = self._mark()
+        call.begun = start = self._now()
+        if self._delays is not None and start >= self._delays.next_read_s:
+            self._delays.read_delay_s(start)
         return call
 
     def _forget(self) -> None:

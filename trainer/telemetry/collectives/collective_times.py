@@ -42,7 +42,9 @@ def collective_times(step: StepCollectives, phases: Sequence[str], start: Mark, 
     if "excluded" in names:
         calls = [call for call in calls if names[min(call.interval, last_phase)] != "excluded"]
         excluded = [wait for wait in waits if names[min(wait[1], last_phase)] == "excluded"]
-        excluded_ms = sum([clock.elapsed_ms(begin, end) for _, _, begin, end, _ in excluded])
+        begins_ms = clock.offsets_ms(start, [wait[2] for wait in excluded])
+        ends_ms = clock.offsets_ms(start, [wait[3] for wait in excluded])
+        excluded_ms = sum(ends_ms) - sum(begins_ms)
         waits = [wait for wait in waits if names[min(wait[1], last_phase)] != "excluded"]
     # One key to all sums of a wait: the training thread, which may have hundreds, cannot run Python meanwhile.
     called = Counter([(call.group, call.operation) for call in calls])
@@ -51,27 +53,23 @@ def collective_times(step: StepCollectives, phases: Sequence[str], start: Mark, 
         sizes[call.group] += call.bytes
     blocked_ms: dict[tuple[int, str, int], float] = {}
     """By group, operation and interval."""
-    delayed_s = [0.0] * len(names)
     total_ms: dict[int, float] = {}
     """From the call to the end of the wait, by group."""
-    counts_delay = isinstance(clock, HostClock) and clock.counts_waits
     ends: dict[Call, tuple[float, float]] = {}
     begins_ms = clock.offsets_ms(start, [wait[2] for wait in waits])
     ends_ms = clock.offsets_ms(start, [wait[3] for wait in waits])
+    calls_ms = clock.offsets_ms(start, [wait[0].start for wait in waits if wait[4]])
     # Backwards in time: what is under way before the end of a wait is known from those that end later.
     covered_ms, reached_ms = 0.0, math.inf
-    for (call, interval, begin, end, last), begin_ms, end_ms in zip(
+    for (call, interval, _, _, last), begin_ms, end_ms in zip(
         reversed(waits), reversed(begins_ms), reversed(ends_ms), strict=True
     ):
         key = call.group, call.operation, interval
         blocked_ms[key] = blocked_ms.get(key, 0.0) + (end_ms - begin_ms)
-        if counts_delay:
-            delayed_s[min(interval, last_phase)] += end[1] - begin[1]
         if step.detailed:
             ends[call] = max(end_ms, ends.get(call, NO_WAIT)[0]), ends.get(call, NO_WAIT)[1] + (end_ms - begin_ms)
         if last:
-            if begin is not call.start:
-                begin_ms = clock.elapsed_ms(start, call.start)
+            begin_ms = calls_ms.pop()
             total_ms[call.group] = total_ms.get(call.group, 0.0) + (end_ms - begin_ms)
         if begin_ms < reached_ms:  # what began in an earlier step counts from the start of this one
             under_way_ms = (end_ms if end_ms < reached_ms else reached_ms) - (begin_ms if begin_ms > 0.0 else 0.0)
@@ -81,9 +79,15 @@ def collective_times(step: StepCollectives, phases: Sequence[str], start: Mark, 
     exposed_ms = [0.0] * len(names)
     for (_, _, interval), blocked in blocked_ms.items():
         exposed_ms[min(interval, last_phase)] += blocked
+    core_wait_ms = None
+    if isinstance(clock, HostClock) and clock.counts_waits:
+        delayed_s = [0.0] * len(names)
+        for interval, delay_s in step.delays:
+            delayed_s[min(interval, last_phase)] += delay_s
+        core_wait_ms = {name: ms for name, ms in _by_phase(names, delayed_s, 1e3).items() if name != "excluded"}
     return CollectiveTimes(
         _by_phase(names, exposed_ms),
-        _by_phase(names, delayed_s, 1e3) if counts_delay else None,
+        core_wait_ms,
         covered_ms,
         sum(sizes),
         [
@@ -91,7 +95,7 @@ def collective_times(step: StepCollectives, phases: Sequence[str], start: Mark, 
             for group in dict.fromkeys([*(group for group, _ in called), *(group for group, _, _ in blocked_ms)])
         ],
         [
-            _single(call, step, clock.elapsed_ms(start, call.start), *ends.get(call, NO_WAIT))
+            _single(call, step, clock.offsets_ms(start, [call.start])[0], *ends.get(call, NO_WAIT))
             for call in calls[:MAX_CALLS]
         ]
         if step.detailed

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from trainer.telemetry.clocks import Mark
+from trainer.telemetry.clocks import Instant
 from trainer.telemetry.collectives.group_names import NamedGroup
 
 
@@ -23,14 +23,14 @@ class Call(Struct, eq=False, gc=False):
     bytes: int
     interval: int
     """Number of phases of the step that were complete at the call."""
-    start: Mark
-    begun: Mark
+    start: Instant
+    begun: Instant
     """Where the rank was blocked in it last; at first its start."""
     waited: bool = False
     """Whether a wait for it has ended."""
 
 
-Wait = tuple[Call, int, Mark, Mark, bool]
+Wait = tuple[Call, int, Instant, Instant, bool]
 """Time for which the training thread, or on a GPU its stream, was blocked in a call or in waiting for its result: the
 call, the number of phases of the step that were complete, start, end, and whether the collective is complete with it.
 A plain tuple, for the same reason."""
@@ -49,14 +49,17 @@ class StepCollectives:
     waits: list[Wait] = field(default_factory=list)
     """In the step, also for calls of earlier ones."""
 
-    def marks(self) -> Iterator[Mark]:
+    delays: list[tuple[int, float]] = field(default_factory=list)
+    """Run delay within waits where it was read: the number of phases of the step that were complete, seconds."""
+
+    def marks(self) -> Iterator[Instant]:
         for call in self.calls:
             yield call.start
         for _, _, start, end, _ in self.waits:
             yield start
             yield end
 
-    def spent_marks(self) -> Iterator[Mark]:
+    def spent_marks(self) -> Iterator[Instant]:
         """Yield the marks that no later step needs, each once."""
         for call, _, start, end, last in self.waits:
             if end is not start:
