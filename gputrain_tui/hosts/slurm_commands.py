@@ -213,6 +213,11 @@ def kill_step(number: int, step_name: str, host: str) -> None:
                 _call(["scancel", *named])
 
 
+def step_names(number: int) -> list[str]:
+    """Return the names of the steps of a job that hold its hosts, without those of Slurm itself; runs have theirs."""
+    return [name for step, name, _ in _steps(number) if step.rpartition(".")[2].isdecimal()]
+
+
 def _steps(number: int) -> list[list[str]]:
     """Return number, name and hosts of each step of a job."""
     lines = _call(["squeue", "--noheader", "--steps", f"--jobs={number}", "--format=%i %j %N"]).splitlines()

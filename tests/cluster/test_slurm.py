@@ -399,6 +399,19 @@ def test_a_run_that_is_typed_in_a_step_starts_once_and_does_not_wait_for_that_st
     assert user.status()["status"] == "finished"
 
 
+def test_a_run_that_waits_for_the_hosts_of_another_one_in_its_job_says_so(user: SlurmUser) -> None:
+    run, check = (shlex.join(user.words(name, "torch_free.toml")) for name in ("run", "check"))
+    (user.folder / "two.sh").write_text(
+        f'{run} &\nuntil grep -qs \'"type":"step"\' {user.folder}/home/runs/2*/events/*.ndjson; do sleep 0.1; done\n'
+        f"{check} > checked\nkill -TERM $!\nwait\n"
+    )
+    user.cluster.run("salloc", "--nodes=2", "bash", user.folder / "two.sh", cwd=user.folder)
+    what = f"where this run waits for the hosts of step {user.record().name}"
+    checked = (user.folder / "checked").read_text()
+    assert what in checked
+    assert "wait, stop what runs there, or start gputrain in another job" in checked
+
+
 SAVES = """\
 import signal, sys
 import torch_free_rank

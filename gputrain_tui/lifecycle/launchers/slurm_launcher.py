@@ -163,6 +163,9 @@ class SlurmLauncher(LocalLauncher):
             if recipe.slurm is not None and recipe.slurm.requeue:
                 what = f"{job}, which is not put back into the queue: slurm.requeue is for a run that is submitted"
                 return [warning("Slurm", what, "type the command on a login node", key="slurm.requeue")]
+            if not slurm_commands.is_in_step() and (holding := _steps_of_others()):
+                what = f"{job}, where this run waits for the hosts of step {listed(holding)}"
+                return [warning("Slurm", what, "wait, stop what runs there, or start gputrain in another job")]
             return [ok("Slurm", job)]
         from gputrain_tui.lifecycle.launchers import slurm_submission
 
@@ -301,3 +304,10 @@ class SlurmLauncher(LocalLauncher):
 
 def _in_job() -> bool:
     return "SLURM_JOB_ID" in os.environ
+
+
+def _steps_of_others() -> list[str]:
+    """Return the names of the steps of this job that run now; none where Slurm does not tell."""
+    with suppress(RequestError, ValueError):
+        return list(dict.fromkeys(slurm_commands.step_names(int(os.environ["SLURM_JOB_ID"]))))
+    return []
