@@ -178,6 +178,37 @@ def test_run_delay_within_waits_is_told_apart_from_that_of_the_phases() -> None:
     assert clock.waits_ms(marks) == pytest.approx([8.0, 2.5, 4.0])
 
 
+@pytest.mark.parametrize(("waits_itself", "blocked_ms"), [(False, 7.0), (True, 4.0)])
+def test_a_functional_collective_blocks_in_its_call_and_in_the_wait_for_its_tensor(
+    waits_itself: bool, blocked_ms: float
+) -> None:
+    host, tensor = ManualClock(), torch.ones(2)
+    clock = HostClock(host)
+    meter = CollectiveMeter()
+    meter.names.index = lambda group: 0  # type: ignore[method-assign]
+    meter.names.named.append(GROUPS[0])
+    meter.attach(clock, lambda: False)
+    meter.begin_step([])
+    start = clock.mark()
+    call = meter.open(Group, "all_gather", tensor)
+    assert call is not None
+    host.advance(3.0)
+    if not waits_itself:
+        meter.shut(call, tensor)
+        host.advance(50.0)
+    waited = meter.begin_tensor_wait(tensor)
+    assert waited is call
+    host.advance(4.0)
+    meter.end_wait(call)
+    if waits_itself:
+        meter.shut(call, tensor)
+    step = meter.take()
+    assert step is not None
+    times = collective_times(step, ["forward"], start, clock)
+    assert times.exposed_ms == {"forward": pytest.approx(blocked_ms)}
+    assert times.groups[0].total_ms == pytest.approx(7.0 if waits_itself else 57.0)
+
+
 def test_merged_groups_are_means_over_all_steps() -> None:
     first = event_of(step_of((0, "all_reduce", 1, [(1, 5)], True), (1, "barrier", 12, [(12, 14)], True)))
     event = merge([first, event_of(step_of()), event_of(step_of((0, "all_reduce", 1, [(1, 3)], True)))])

@@ -285,6 +285,9 @@ class CollectiveMeter:
             now = self._now()
             self._step.waits.append((call, len(self._phases), now, now, True))
             return
+        # Unless what it called itself was measured.
+        if call.begun is call.start and (self._streams is None or not self._streams.is_elsewhere()):
+            self._step.waits.append((call, len(self._phases), call.start, self._now(), False))
         for tensor in tensors:
             self._tensors[_storage(tensor)] = call
         if len(self._tensors) > MAX_OPEN:
