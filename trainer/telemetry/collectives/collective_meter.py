@@ -221,7 +221,11 @@ class CollectiveMeter:
         if not self._followed():
             return None
         call = self._tensors.pop(_storage(tensor), None) or self._outer
-        return None if call is None else self._begin_wait(call)
+        if call is None:
+            return None
+        if call is self._outer:
+            self._count_call(call)
+        return self._begin_wait(call)
 
     def end_wait(self, call: Call) -> None:
         try:
@@ -285,9 +289,7 @@ class CollectiveMeter:
             now = self._now()
             self._step.waits.append((call, len(self._phases), now, now, True))
             return
-        # Unless what it called itself was measured.
-        if call.begun is call.start and (self._streams is None or not self._streams.is_elsewhere()):
-            self._step.waits.append((call, len(self._phases), call.start, self._now(), False))
+        self._count_call(call)
         for tensor in tensors:
             self._tensors[_storage(tensor)] = call
         if len(self._tensors) > MAX_OPEN:
@@ -329,6 +331,11 @@ class CollectiveMeter:
         if self._delays is not None and start >= self._delays.next_read_s:
             self._delays.read_delay_s(start)
         return call
+
+    def _count_call(self, call: Call) -> None:
+        """Count the time since a function was called, unless calls that it made were measured."""
+        if call.begun is call.start and (self._streams is None or not self._streams.is_elsewhere()):
+            self._step.waits.append((call, len(self._phases), call.start, self._now(), False))
 
     def _forget(self) -> None:
         """Forget works and results for which nothing has waited."""
